@@ -1,0 +1,10 @@
+"""Entry point of a rank that is started as a plain process: `-m labsupport.ranks.spawned SPEC`."""
+
+import json
+import sys
+
+from labsupport.ranks.child import serve
+from labsupport.ranks.spec import RankSpec
+
+if __name__ == "__main__":
+    serve(RankSpec(**json.loads(sys.argv[1])))
