@@ -1,0 +1,70 @@
+"""The board on its own: what is written, what is seen, who is level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from labsupport.ranks.board import NUM_SLOTS, POINT_TO_POINT, Board
+from labsupport.ranks.errors import CollectiveMismatch
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Board]:
+    """The owner's view, then those of three ranks."""
+    path = tmp_path / "board"
+    return [Board(path, rank=rank, world_size=3) for rank in (None, 0, 1, 2)]
+
+
+ALL = [0, 1, 2]
+
+
+def test_equal_calls_leave_the_ranks_level(boards: list[Board]) -> None:
+    owner, *ranks = boards
+    assert owner.is_level()
+    for call in range(3 * NUM_SLOTS):
+        for board in ranks:
+            with board.note("WORLD", members=ALL, call=f"barrier {call}"):
+                pass
+    assert owner.is_level()
+    assert owner.current(2).call == f"barrier {3 * NUM_SLOTS - 1}"
+    assert owner.find(0, "WORLD", 1) is None  # long overwritten
+
+
+def test_the_second_to_come_sees_the_difference(boards: list[Board]) -> None:
+    owner, first, second, _ = boards
+    with first.note("WORLD", members=ALL, call="barrier()"):
+        assert owner.current(0).state == "inside"
+        with (
+            pytest.raises(CollectiveMismatch, match=r"collective 1: rank 0 calls barrier\(\)"),
+            second.note("WORLD", members=ALL, call="gather()"),
+        ):
+            pytest.fail("the call must not be made")
+    assert owner.current(1).state == "failed"
+    assert not owner.is_level()
+    for board in boards[1:]:
+        board.reset_row()
+    assert owner.is_level()
+
+
+def test_groups_and_peers_count_apart(boards: list[Board]) -> None:
+    owner, first, second, _ = boards
+    with first.note("sub", members=[0], call="a"):
+        pass
+    for board in (first, second, boards[3]):
+        with board.note("WORLD", members=ALL, call="b"):
+            pass
+    for _ in range(2 * NUM_SLOTS):
+        with second.note(POINT_TO_POINT, members=[0, 1], call="send"):
+            pass
+    assert owner.is_level()
+    with first.note("WORLD", members=ALL, call="c"):
+        pass
+    assert not owner.is_level()
+
+
+def test_hundreds_of_members_fit(boards: list[Board]) -> None:
+    _, first, *_ = boards
+    with first.note("WORLD", members=[0] * 500, call="x"):
+        assert first.current(0).call == "x"
