@@ -12,7 +12,13 @@ import re
 
 from labsupport.ranks.board import POINT_TO_POINT, Note
 from labsupport.ranks.cell import Cell, Share, ranks_in_words
-from labsupport.ranks.errors import RankDied, RankError, RankTimeout, exit_reason
+from labsupport.ranks.errors import (
+    CollectiveMismatch,
+    RankDied,
+    RankError,
+    RankTimeout,
+    exit_reason,
+)
 
 TOGETHER_S = 0.02
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -66,12 +72,31 @@ def _own_failure(cell: Cell, rank: int) -> RankError:
     share = cell.shares[rank]
     error = share.error or {"ename": "killed", "evalue": "it did not react"}
     told = f"{error['ename']}: {error['evalue']}" if error["evalue"] else error["ename"]
+    mismatch = _mismatch(cell, rank) if error["ename"] == CollectiveMismatch.__name__ else ""
     return RankError(
-        f"rank {rank} failed: {told}",
+        mismatch or f"rank {rank} failed: {told}",
         rank=rank,
         remote_traceback=_traceback(share),
         others=_others(cell, {rank}),
     )
+
+
+def _mismatch(cell: Cell, rank: int) -> str:
+    """What all ranks called at the place where they disagree, those of one mind together."""
+    place = cell.crew.board.current(rank)
+    if place is None:
+        return ""
+    calls: dict[str, list[int]] = {}
+    for member in place.members:
+        note = cell.crew.board.find(member, place.group, place.sequence)
+        if note is not None:
+            calls.setdefault(note.call, []).append(member)
+    told = ", ".join(
+        f"{ranks_in_words(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}"
+        for call, ranks in calls.items()
+    )
+    where = "" if place.group == "WORLD" else f" of group {place.group}"
+    return f"ranks disagree about collective {place.sequence}{where}: {told}"
 
 
 def _absence(cell: Cell, notes: dict[int, Note], stacks: dict[int, str]) -> RankTimeout:

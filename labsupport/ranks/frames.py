@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from traceback import FrameSummary
+from typing import TypeVar
 
+Frame = TypeVar("Frame")
 PLUMBING = (
     "/labsupport/ranks/",
     "/IPython/",
@@ -46,13 +48,23 @@ def readable(frame: FrameSummary) -> list[str]:
     return lines
 
 
+def own_part(frames: list[Frame], place: Callable[[Frame], tuple[str, str]]) -> list[Frame]:
+    """Of frames with the innermost first, those inside the function that the rank was sent."""
+    for number, frame in enumerate(frames):
+        filename, name = place(frame)
+        if name == "call" and filename.endswith("/labsupport/ranks/inner.py"):
+            return frames[:number]
+    return frames
+
+
 def read_dumped_stack(text: str, source_of: Callable[[str], str | None]) -> str:
     """What faulthandler wrote (innermost call first), as text with the innermost call last.
 
     `source_of(filename)` gives the text of a cell that this process does not have as a file.
     """
     lines: list[str] = []
-    for match in reversed([m for m in map(DUMPED_FRAME.match, text.splitlines()) if m]):
+    dumped = [m for m in map(DUMPED_FRAME.match, text.splitlines()) if m]
+    for match in reversed(own_part(dumped, lambda m: (m["file"], m["name"]))):
         filename, number = match["file"], int(match["line"])
         if is_plumbing(filename) or filename.endswith(("/runpy.py", "<string>")):
             continue

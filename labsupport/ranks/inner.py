@@ -15,7 +15,7 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from labsupport.ranks import transport
 from labsupport.ranks.board import Board
-from labsupport.ranks.frames import is_plumbing, readable
+from labsupport.ranks.frames import is_plumbing, own_part, readable
 from labsupport.ranks.watch import watch
 
 LOOPBACK = "127.0.0.1"
 OWN_ERRORS = "labsupport.ranks.errors."
+GLOO_NOISE = re.compile(r"\[/\S+/gloo/\S+\.cc:\d+\] | This is typically caused by .*")
 CELL_FILE = re.compile(r"[^\s\"]*ipykernel_\d+/\d+\.py")
 
 
@@ -83,11 +84,12 @@ class Inner:
         function, args, kwargs, sources = transport.load(Path(payload_file).read_bytes())
         for filename, source in sources.items():
             linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        if function.__module__ == "__main__" and hasattr(function, "__globals__"):
-            # Its own names win; `rank`, `dist` and what earlier cells defined here fill the gaps.
-            for name, value in self._shell.user_ns.items():
-                if not name.startswith("_"):
-                    function.__globals__.setdefault(name, value)
+        for sent in (function, *args, *kwargs.values()):
+            if isinstance(sent, FunctionType) and sent.__module__ == "__main__":
+                # Its own names win; `rank`, `dist` and what earlier cells defined fill the gaps.
+                for name, value in self._shell.user_ns.items():
+                    if not name.startswith("_"):
+                        sent.__globals__.setdefault(name, value)
         result = function(*args, **kwargs)
         Path(result_file).write_bytes(transport.dump_result(result))
 
@@ -151,11 +153,14 @@ class Inner:
 
 def format_error(error: BaseException, tb: TracebackType | None) -> list[str]:
     """The traceback as lines, without the frames of Jupyter and of this package."""
-    frames = list(traceback.extract_tb(tb))
-    own_call = [i for i, f in enumerate(frames) if f.filename == __file__ and f.name == "call"]
-    inner = frames[own_call[-1] + 1 :] if own_call else frames
-    frames = [frame for frame in inner if not is_plumbing(frame.filename)]
-    lines = [line for frame in frames for line in readable(frame)]
+    innermost_first = list(reversed(traceback.extract_tb(tb)))
+    frames = own_part(innermost_first, lambda frame: (frame.filename, frame.name))
+    lines = [
+        line
+        for frame in reversed(frames)
+        if not is_plumbing(frame.filename)
+        for line in readable(frame)
+    ]
     if error.__cause__ is not None:
         lines = [
             *format_error(error.__cause__, error.__cause__.__traceback__),
@@ -163,4 +168,5 @@ def format_error(error: BaseException, tb: TracebackType | None) -> list[str]:
             *lines,
         ]
     last = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-    return lines + [CELL_FILE.sub("cell", line).removeprefix(OWN_ERRORS) for line in last]
+    last = [GLOO_NOISE.sub("", CELL_FILE.sub("cell", line)) for line in last]
+    return lines + [line.removeprefix(OWN_ERRORS) for line in last]
