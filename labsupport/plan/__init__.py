@@ -1,0 +1,7 @@
+"""Predictions on paper: what a layout would need and take, before anything runs.
+
+Standard library only: a plan can be made on a machine without torch. One file a question.
+
+    from labsupport.plan import communication
+    communication.ring_all_reduce(size_bytes=2**20, world_size=8).link_bytes     # 1835008.0
+"""
