@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labsupport import results as results
+    import labsupport.results as results
     from labsupport.ranks import RankDied as RankDied
     from labsupport.ranks import RankError as RankError
     from labsupport.ranks import Ranks as Ranks

@@ -20,7 +20,6 @@ from typing import Any, Literal, Self, get_args
 DataParallelSharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb"]
 Optimizer = Literal["adamw", "sgd"]
-
 IGNORE_INDEX = -100  # the label of a token that the loss leaves out, as in PyTorch and transformers
 
 
@@ -219,8 +218,8 @@ class ParallelConfig:
         _one_of("pipeline_schedule", self.pipeline_schedule, PipelineSchedule)
         replicas, ranks = self.data_parallel_replicate_size, self.data_parallel_size
         _divides("data_parallel_replicate_size", replicas, "data_parallel_size", ranks)
-        fine = replicas == 1 or self.data_parallel_sharding == "hsdp"
-        _require(fine, "data_parallel_replicate_size", replicas, "is for hsdp only", 1)
+        if self.data_parallel_sharding != "hsdp" and replicas > 1:
+            raise ValueError(f"data_parallel_replicate_size={replicas} is for hsdp only; use 1")
 
     @classmethod
     def for_world_size(cls, world_size: int, **sizes: Any) -> Self:
@@ -228,9 +227,8 @@ class ParallelConfig:
         split = ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
         _at_least(1, world_size=world_size, **{name: sizes.get(name, 1) for name in split})
         others = math.prod(sizes.get(name, 1) for name in split)
-        rule = f"must be a multiple of tensor × pipeline × context = {others}"
-        works = max(1, world_size // others) * others
-        _require(world_size % others == 0, "world_size", world_size, rule, works)
+        rule, works = f"must be a multiple of {others} ({' × '.join(split)})", world_size // others
+        _require(world_size % others == 0, "world_size", world_size, rule, max(1, works) * others)
         return cls(**sizes, data_parallel_size=world_size // others)
 
     @property

@@ -186,10 +186,10 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, seed: int) -> None:
-        """Normal weights of spread √(2 / 5·hidden); what adds to the stream gets 1 / √(2·layers) of it.
+        """Normal weights of spread √(2 / 5·hidden), and 1 / √(2·layers) of that for o and down.
 
-        "Small init" of Nguyen and Salazar (2019), 0.02 at a width of 1000, with GPT-2's rule for the
-        ends of the branches. Drawn on the CPU: one seed gives one model on every device.
+        "Small init" of Nguyen and Salazar (2019), 0.02 at a width of 1000; what is added to the
+        stream is smaller, as in GPT-2. Drawn on the CPU: one seed gives one model on any device.
         """
         generator = torch.Generator().manual_seed(seed)
         spread = math.sqrt(2 / (5 * self.config.hidden_size))

@@ -27,6 +27,8 @@ def main(folder: Path) -> None:
     try:
         result = _work(folder)
     except BaseException:
+        # Written before the connections close, so that this error is older than those of the
+        # ranks which lose them.
         _write_whole(folder / f"error{rank}.txt", traceback.format_exc().encode())
         sys.exit(1)
     _write_whole(folder / f"result{rank}.pkl", result)
@@ -39,11 +41,9 @@ def _work(folder: Path) -> bytes:
 
     fn, args, kwargs, timeout_s = pickle.loads((folder / "work.pkl").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        result: bytes = cloudpickle.dumps(fn(*args, **kwargs))
-        dist.barrier()  # a rank that leaves early would break the others' connections
-    finally:
-        dist.destroy_process_group()
+    result: bytes = cloudpickle.dumps(fn(*args, **kwargs))
+    dist.barrier()  # a rank that leaves early would break the others' connections
+    dist.destroy_process_group()
     return result
 
 
