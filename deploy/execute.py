@@ -31,10 +31,21 @@ def execute(path: Path) -> None:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
+    _leave_out_live_widgets(notebook)
     nbformat.validate(notebook)
     fresh = path.with_suffix(".fresh")
     nbformat.write(notebook, fresh)
     os.replace(fresh, path)  # an interrupt leaves the old file or the new one, never half of one
+
+
+def _leave_out_live_widgets(notebook: nbformat.NotebookNode) -> None:
+    """Keep the picture and the line of text; a widget without its kernel is only an error there."""
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if len(data) > 1:
+                data.pop("application/vnd.jupyter.widget-view+json", None)
 
 
 def main() -> int:

@@ -33,7 +33,12 @@ AFTER_FAILURE_S = 5.0
 OBEY_S = 2.0
 """How long a rank may take to react before something stronger is done."""
 SHOWN = ("display_data", "execute_result", "update_display_data")
-LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "caused pair closure",
+)
 TIMED_OUT = "Timed out waiting"
 
 
@@ -72,6 +77,11 @@ class Share:
     @property
     def timed_out(self) -> bool:
         return bool(self.error) and TIMED_OUT in str((self.error or {}).get("evalue", ""))
+
+    @property
+    def broke_group(self) -> bool:
+        """Whether the process group cannot be used any more: its connections are gone."""
+        return self.freed or self.lost_connection or self.timed_out
 
 
 @dataclass

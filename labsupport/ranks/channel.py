@@ -105,5 +105,6 @@ class Channel:
             )
         socket: zmq.Socket[Any] = context.socket(kind)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        socket.setsockopt(zmq.RCVHWM, 0)  # lose nothing that is printed between two cells
         socket.connect(address)
         return socket

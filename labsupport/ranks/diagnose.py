@@ -37,7 +37,11 @@ def explain(cell: Cell) -> RankError | None:
         return _absence(cell, cell.stuck.notes, cell.stuck.stacks)
     if any(s.timed_out for s in shares.values()):
         late = [r for r, s in shares.items() if s.timed_out or s.lost_connection]
-        notes = {r: n for r in late if (n := cell.crew.board.current(r)) is not None}
+        notes = {
+            rank: note
+            for rank in late
+            if (note := cell.crew.board.current(rank)) is not None and note.state != "done"
+        }
         tracebacks = {r: _traceback(shares[r]) for r in late}
         return _absence(cell, notes, tracebacks | cell.stopped_at)
     rest = [r for r, s in shares.items() if s.error or s.ended]
@@ -101,7 +105,7 @@ def _mismatch(cell: Cell, rank: int) -> str:
 
 def _absence(cell: Cell, notes: dict[int, Note], stacks: dict[int, str]) -> RankTimeout:
     """Some waited in a collective; name who did not come, or what each of them waited in."""
-    waiting = sorted(notes)
+    waiting = sorted(notes or stacks)
     for rank, note in sorted(notes.items()):
         absent = [member for member in note.members if _did_not_come(cell, member, note)]
         if not absent:
@@ -120,6 +124,16 @@ def _absence(cell: Cell, notes: dict[int, Note], stacks: dict[int, str]) -> Rank
             waiting=waiting,
             stacks=stacks,
             others=_others(cell, {*absent, *waiting}),
+        )
+    over = [rank for rank, share in cell.shares.items() if share.error is None]
+    if over and not notes:  # C++ code called the collective, which leaves no note
+        return RankTimeout(
+            f"{ranks_in_words(waiting)} waited in a collective to which "
+            f"{ranks_in_words(over)} did not come",
+            rank=over[0],
+            waiting=waiting,
+            stacks=stacks,
+            others=_others(cell, {*over, *waiting}),
         )
     calls = "; ".join(f"rank {rank} waited in {note.call}" for rank, note in sorted(notes.items()))
     limit = cell.crew.settings.collective_timeout_s

@@ -195,7 +195,7 @@ class Ranks:
         if crew.ended():
             self._end_crew()
             return ENDED_NOTE
-        if crew.board.is_level() and not any(share.freed for share in cell.shares.values()):
+        if crew.board.is_level() and not any(s.broke_group for s in cell.shares.values()):
             return ""
         if self.backend == "gloo":
             try:

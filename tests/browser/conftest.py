@@ -58,8 +58,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     }
     with (home / "log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root"]
-            + [f"--ServerApp.root_dir={folder}"],
+            [
+                *(sys.executable, "-m", "jupyterlab"),
+                *("--no-browser", "--ip=127.0.0.1", "--allow-root"),
+                f"--ServerApp.root_dir={folder}",
+            ],
             stdout=log,
             stderr=log,
             env=environment,

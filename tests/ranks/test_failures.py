@@ -101,6 +101,17 @@ def test_a_collective_that_a_busy_rank_does_not_reach(two: Ranks) -> None:
     assert "time.sleep(60)" in error.stacks[1]
 
 
+def test_a_collective_called_by_cpp_code_leaves_no_note_but_names_the_rank(two: Ranks) -> None:
+    code = (
+        "import torch.distributed._functional_collectives as functional\n"
+        "if rank == 0:\n"
+        "    functional.all_reduce(torch.ones(1), 'sum', dist.group.WORLD).wait()"
+    )
+    error = fails(two, RankTimeout, code, within_s=4 + 4)
+    assert str(error) == "rank 0 waited in a collective to which rank 1 did not come"
+    assert (error.rank, error.waiting) == (1, [0])
+
+
 def test_a_slow_rank_is_not_taken_for_an_absent_one(two: Ranks) -> None:
     two.execute(f"import time\nif rank: time.sleep(2.5)\n{BARRIER}")
 
