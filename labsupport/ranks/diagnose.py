@@ -21,6 +21,7 @@ from labsupport.ranks.errors import (
 )
 
 TOGETHER_S = 0.02
+ENDED = "  (it had ended the cell)"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -55,9 +56,15 @@ def deadline_passed(cell: Cell, deadline_s: float, stacks: dict[int, str]) -> Ra
         f"{ranks_in_words(waiting)} did not answer within the deadline of {deadline_s:g} s",
         rank=waiting[0],
         waiting=waiting,
-        stacks=stacks,
+        stacks=_with_the_rest(cell, stacks),
         others=_others(cell, set(waiting)),
     )
+
+
+def _with_the_rest(cell: Cell, stacks: dict[int, str]) -> dict[int, str]:
+    """Also where those ranks stand that are not running any more."""
+    rest = {rank: _traceback(s) or ENDED for rank, s in cell.shares.items() if not s.ended}
+    return rest | stacks
 
 
 def _death(cell: Cell, rank: int) -> RankDied:
@@ -106,6 +113,7 @@ def _mismatch(cell: Cell, rank: int) -> str:
 def _absence(cell: Cell, notes: dict[int, Note], stacks: dict[int, str]) -> RankTimeout:
     """Some waited in a collective; name who did not come, or what each of them waited in."""
     waiting = sorted(notes or stacks)
+    stacks = _with_the_rest(cell, stacks)
     for rank, note in sorted(notes.items()):
         absent = [member for member in note.members if _did_not_come(cell, member, note)]
         if not absent:

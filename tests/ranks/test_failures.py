@@ -91,6 +91,7 @@ def test_a_skipped_collective_names_the_rank_that_did_not_come(two: Ranks) -> No
     )
     assert (error.rank, error.waiting) == (1, [0])
     assert f"if rank == 0: {BARRIER}" in error.stacks[0]
+    assert error.stacks[1] == "  (it had ended the cell)"
 
 
 def test_a_collective_that_a_busy_rank_does_not_reach(two: Ranks) -> None:

@@ -69,9 +69,10 @@ def test_late_output_is_shown_with_a_note(two: Ranks, lines) -> None:
     assert lines() == ["[1] (from an earlier cell) late", "[0] now", "[1] now"]
 
 
-def test_a_progress_bar_on_rank_0(two: Ranks, capsys) -> None:
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
+def test_a_progress_bar_on_rank_0(two: Ranks, capsys, module: str) -> None:
     two.execute(
-        "from tqdm import tqdm\nimport time\n"
+        f"from {module} import tqdm\nimport time\n"
         "if rank == 0:\n    for _ in tqdm(range(5), desc='steps'): time.sleep(0.1)"
     )
     err = capsys.readouterr().err
