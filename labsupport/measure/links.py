@@ -1,4 +1,4 @@
-"""Which way should a sum travel when one cable is slow? Four routes of one all-reduce, measured.
+"""Which way should a sum travel when one cable is slow? Routes of one all-reduce, measured.
 
 Two nodes of two ranks; S bytes on every rank; bytes on the cable, each direction:
 
@@ -11,6 +11,7 @@ Two nodes of two ranks; S bytes on every rank; bytes on the cable, each directio
     table.rows[2].cable_bytes / 2**22              # 1.0 and a little for the headers
 
 The cable's bytes are counted by the kernel on the interface, in both nodes; the larger counts.
+Where there are no namespaces, `measure.slow_cable` stands in: it counts what it lets through.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from labsupport.devices import synchronize
 from labsupport.measure.bench import size_text
+from labsupport.measure.collectives import ALL_REDUCE, Case, Collective
 from labsupport.measure.nodes import INTERFACE, TwoNodes
+from labsupport.measure.slow_cable import EmulatedNodes
 
 Reduce = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRow:
-    """One route of an all-reduce over two nodes. Label: measured, on an emulated pair of nodes."""
+    """One route of an all-reduce over two nodes; the table says how it was measured."""
 
     route: str
     size_bytes: int
@@ -55,7 +59,9 @@ class RouteTable:
 
     rows: tuple[RouteRow, ...]
     rate_bits_per_s: int
-    label: str = "measured"
+    label: str
+    how: str
+    """What was real and what was stood in for."""
 
     def to_json(self) -> str:
         """One object: label, rate, and the rows with units in their names."""
@@ -63,9 +69,8 @@ class RouteTable:
 
     @property
     def title(self) -> str:
-        """Says what was real and what was stood in for."""
-        gbit = self.rate_bits_per_s / 1e9
-        return f"{self.label}; two nodes emulated by namespaces, a real {gbit:g} Gb/s limit between"
+        """The label and the how."""
+        return f"{self.label}: {self.how}"
 
     def __repr__(self) -> str:
         return "\n".join([self.title, *("  ".join(cells) for cells in map(_cells, self.rows))])
@@ -149,8 +154,21 @@ def _exchange(out: torch.Tensor, *, to: int, source: int) -> torch.Tensor:
     return received
 
 
+def _ring_case(size_bytes: int, device: str) -> Case:
+    """As an all-reduce's, but the sum goes round our own ring, in the order of the ranks."""
+    case = ALL_REDUCE.prepare(size_bytes, device)
+    order = range(dist.get_world_size())
+    return replace(case, run=lambda: ring_all_reduce(case.result, order=order))
+
+
+RING_ALL_REDUCE = Collective(
+    name="ring all_reduce", bus_factor=ALL_REDUCE.bus_factor, prepare=_ring_case
+)
+"""For `bench_collectives` on a cable that only point-to-point messages pass."""
+
+
 def routes(processes_per_node: int) -> dict[str, Reduce]:
-    """The four ways for two nodes, by the name that tables show."""
+    """Three ways for two nodes, by the name that tables show."""
     k = processes_per_node
     side_by_side = list(range(2 * k))
     crossing = [rank for pair in zip(range(k), range(k, 2 * k), strict=True) for rank in pair]
@@ -158,7 +176,6 @@ def routes(processes_per_node: int) -> dict[str, Reduce]:
         "ring, every hop crosses": lambda x: ring_all_reduce(x, order=crossing),
         "ring, nodes side by side": lambda x: ring_all_reduce(x, order=side_by_side),
         "hierarchy": lambda x: hierarchical_all_reduce(x, processes_per_node=k),
-        "gloo's own all_reduce": lambda x: void(dist.all_reduce(x)),
     }
 
 
@@ -167,7 +184,11 @@ def void(_: object) -> None:
 
 
 def compare_routes(
-    nodes: TwoNodes, *, size_bytes: int = 2**22, repeats: int = 3, deadline_s: float = 120.0
+    nodes: TwoNodes | EmulatedNodes,
+    *,
+    size_bytes: int = 2**22,
+    repeats: int = 3,
+    deadline_s: float = 120.0,
 ) -> RouteTable:
     """Every route checked and timed on `nodes`, and the bytes that it put on the cable counted.
 
@@ -180,49 +201,68 @@ def compare_routes(
         raise ValueError(
             f"{size_bytes=} must split into {nodes.world_size} chunks of float32; 4194304 works"
         )
+    chosen = routes(nodes.processes_per_node)
+    count: Callable[[], int] = sent_through
+    if isinstance(nodes, EmulatedNodes):
+        count = nodes.count_cable_bytes
+    else:
+        chosen["gloo's own all_reduce"] = lambda x: void(dist.all_reduce(x))
     per_rank: list[list[RouteRow]] = nodes.run(
         routes_on_this_rank,
-        processes_per_node=nodes.processes_per_node,
+        chosen,
+        count,
         size_bytes=size_bytes,
         repeats=repeats,
         deadline_s=deadline_s,
     )
-    return RouteTable(rows=tuple(per_rank[0]), rate_bits_per_s=nodes.rate_bits_per_s)
+    return RouteTable(
+        rows=tuple(per_rank[0]),
+        rate_bits_per_s=nodes.rate_bits_per_s,
+        label=nodes.label,
+        how=nodes.how,
+    )
 
 
 def routes_on_this_rank(
-    *, processes_per_node: int, size_bytes: int, repeats: int
+    chosen: Mapping[str, Reduce], cable_bytes: Callable[[], int], *, size_bytes: int, repeats: int
 ) -> list[RouteRow]:
     """The part that runs on every rank; every rank gets all rows."""
     return [
-        _measure(name, reduce, size_bytes, repeats)
-        for name, reduce in routes(processes_per_node).items()
+        _measure(name, reduce, cable_bytes, size_bytes, repeats) for name, reduce in chosen.items()
     ]
 
 
-def _measure(name: str, reduce: Reduce, size_bytes: int, repeats: int) -> RouteRow:
-    n = dist.get_world_size()
-    x = torch.full((size_bytes // 4,), float(dist.get_rank() + 1))
+def _measure(
+    name: str, reduce: Reduce, cable_bytes: Callable[[], int], size_bytes: int, repeats: int
+) -> RouteRow:
+    n, device = dist.get_world_size(), _device()
+    x = torch.full((size_bytes // 4,), float(dist.get_rank() + 1), device=device)
     reduce(x)
     if not bool((x == n * (n + 1) / 2).all()):
         raise AssertionError(f"rank {dist.get_rank()}: {name!r} gave a wrong sum")
     x.zero_()
     times_s = []
     dist.barrier()
-    sent_before = sent_through()
+    sent_before = cable_bytes()
     for _ in range(repeats):
         dist.barrier()
         start = time.perf_counter()
         reduce(x)
+        synchronize(device)
         times_s.append(time.perf_counter() - start)
     dist.barrier()
-    sent = (sent_through() - sent_before) / repeats
-    slowest = torch.tensor([*times_s, sent], dtype=torch.float64)
+    sent = (cable_bytes() - sent_before) / repeats
+    slowest = torch.tensor([*times_s, sent], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    *slow_s, cable_bytes = slowest.tolist()
+    *slow_s, cable = slowest.tolist()
     return RouteRow(
-        route=name, size_bytes=size_bytes, time_s=median(slow_s), cable_bytes=round(cable_bytes)
+        route=name, size_bytes=size_bytes, time_s=median(slow_s), cable_bytes=round(cable)
     )
+
+
+def _device() -> str:
+    """Where this rank's tensors have to be: its GPU under nccl."""
+    return "cpu" if dist.get_backend() != "nccl" else f"cuda:{torch.cuda.current_device()}"
 
 
 def sent_through(interface: str = INTERFACE) -> int:

@@ -66,8 +66,6 @@ def serve(spec: RankSpec) -> None:
         ]
     )
     sys.stdout.flush_interval = sys.stderr.flush_interval = 0.05  # type: ignore[union-attr]
-    # By this entry tqdm takes a kernel for a notebook, whose widgets cannot be shown from here.
-    app.shell.config.pop("IPKernelApp", None)
     inner.attach(app.shell)
     app.start()
 

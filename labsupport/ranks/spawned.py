@@ -3,6 +3,8 @@
 import json
 import sys
 
+import tqdm.auto  # noqa: F401 (before ipykernel: a bar of text, for widgets cannot be shown from a rank)
+
 from labsupport.ranks.child import serve
 from labsupport.ranks.spec import RankSpec
 

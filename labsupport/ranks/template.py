@@ -22,6 +22,8 @@ import signal
 import sys
 from typing import Any
 
+import tqdm.auto  # noqa: F401 (before ipykernel: a bar of text, for widgets cannot be shown from a rank)
+
 from labsupport.ranks import child
 from labsupport.ranks.spec import RankSpec
 
