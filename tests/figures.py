@@ -117,6 +117,7 @@ FIGURES: dict[str, Callable[[], LabFigure]] = {
         counted={n: ring_all_reduce_sent_bytes(size_bytes=24 * S, world_size=n) for n in (2, 4)},
         size_bytes=24 * S,
     ),
+    "two_node_routes": plots.two_node_routes,
     "routes": lambda: plots.route_bars(
         [
             RouteRow("ring, every hop crosses", 4 * S, 0.113, 12 * S),

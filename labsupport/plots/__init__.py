@@ -8,6 +8,7 @@
 |---|---|
 | what does a collective do? | broadcast, scatter, gather, all_reduce, ..., collectives_table |
 | who holds what in a ring? | ring_step |
+| which way between two nodes? | two_node_routes |
 | who sends how much? | bytes_per_rank, bytes_by_world_size, route_bars |
 | how fast is the road? | bandwidth_curves, algorithm_and_bus_bandwidth, latency_bandwidth_fit |
 | what decides on another road? | link_time |
@@ -38,6 +39,7 @@ from labsupport.plots.pictures import (
 )
 from labsupport.plots.replicas import data_parallel_step
 from labsupport.plots.ring import ring_step
+from labsupport.plots.routes import two_node_routes
 from labsupport.plots.style import LabFigure
 
 __all__ = [
@@ -62,4 +64,5 @@ __all__ = [
     "scatter",
     "send_recv",
     "topology",
+    "two_node_routes",
 ]

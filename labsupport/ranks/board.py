@@ -102,6 +102,11 @@ class Board:
             return None
         return note
 
+    def last_sequence(self, rank: int, group: str) -> int:
+        """How many collectives `rank` has called on this group; 0 if none is left to see."""
+        notes = (self._read(rank, slot) for slot in range(NUM_SLOTS))
+        return max((n.sequence for n in notes if n is not None and n.group == group), default=0)
+
     def is_level(self) -> bool:
         """Whether every rank called the same collectives to their end."""
         last: dict[str, dict[int, int]] = {}

@@ -247,13 +247,18 @@ class Cell:
                     return note
                 continue
             theirs = self.crew.board.find(member, note.group, note.sequence)
-            if theirs is None or theirs.state != "done":
+            came = self.crew.board.last_sequence(member, note.group) >= note.sequence
+            if not came or (theirs is not None and theirs.state != "done"):
                 return note
         return None
 
     def _stands_in(self, rank: int) -> Note | None:
         note = self.crew.board.current(rank)
-        return note if note is not None and note.state == "inside" else None
+        if note is None or note.state == "failed":
+            return None
+        # nccl only queues a collective and returns; the rank waits where it needs the result.
+        only_queued = self.crew.settings.backend == "nccl" and note.group != POINT_TO_POINT
+        return note if note.state == "inside" or only_queued else None
 
     def _kill(self, rank: int) -> None:
         self.shares[rank].killed = True

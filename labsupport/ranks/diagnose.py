@@ -159,7 +159,7 @@ def _did_not_come(cell: Cell, member: int, note: Note) -> bool:
         theirs = cell.crew.board.current(member)
         over = member not in cell.shares or cell.shares[member].error is None
         return over and (theirs is None or theirs.state == "done")
-    return cell.crew.board.find(member, note.group, note.sequence) is None
+    return cell.crew.board.last_sequence(member, note.group) < note.sequence
 
 
 def _whereabouts(cell: Cell, absent: list[int]) -> str:

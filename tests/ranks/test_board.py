@@ -30,6 +30,8 @@ def test_equal_calls_leave_the_ranks_level(boards: list[Board]) -> None:
     assert owner.is_level()
     assert owner.current(2).call == f"barrier {3 * NUM_SLOTS - 1}"
     assert owner.find(0, "WORLD", 1) is None  # long overwritten
+    assert owner.last_sequence(0, "WORLD") == 3 * NUM_SLOTS
+    assert owner.last_sequence(0, "other") == 0
 
 
 def test_the_second_to_come_sees_the_difference(boards: list[Board]) -> None:
