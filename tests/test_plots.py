@@ -123,8 +123,8 @@ def test_what_cannot_be_drawn_is_refused(draw: object, message: str) -> None:
 
 
 def test_labels() -> None:
-    assert [size_label(s) for s in (100, 1536, 2**26, 2**34)] == [
-        "100 B", "1.5 KiB", "64 MiB", "16 GiB",
+    assert [size_label(s) for s in (100, 1536, 1020 * 2**10, 2**26, 2**34)] == [
+        "100 B", "1.5 KiB", "1,020 KiB", "64 MiB", "16 GiB",
     ]  # fmt: skip
     assert [time_label(t) for t in (2.0, 0.0015, 42e-6, 1e-6, 3e-8)] == [
         "2 s", "1.5 ms", "42 µs", "1 µs", "30 ns",

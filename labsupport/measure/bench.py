@@ -17,7 +17,7 @@ import html
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -167,7 +167,7 @@ def bench_collectives(
     table: CollectiveTable = pool.run(
         bench_on_this_rank, tuple(collectives), tuple(chosen), budget_s=budget_s
     )[0]
-    return table
+    return replace(table, label=getattr(pool, "label", table.label))  # emulated on a slow_cable
 
 
 def bench_on_this_rank(

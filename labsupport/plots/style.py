@@ -162,7 +162,8 @@ def size_label(size_bytes: float) -> str:
     """1536 -> "1.5 KiB"."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= factor:
-            return f"{size_bytes / factor:.3g} {unit}"
+            digits = ".3g" if size_bytes < 999.5 * factor else ",.0f"  # 1,020 KiB, not 1.02e+03
+            return f"{size_bytes / factor:{digits}} {unit}"
     return f"{size_bytes:.3g} B"
 
 
