@@ -21,7 +21,7 @@ import zmq
 
 from labsupport.ranks.board import Board
 from labsupport.ranks.channel import Channel
-from labsupport.ranks.errors import exit_reason
+from labsupport.ranks.errors import RankError, exit_reason
 from labsupport.ranks.frames import read_dumped_stack
 from labsupport.ranks.launch import START_TIMEOUT_S, Launcher
 from labsupport.ranks.settings import Settings
@@ -66,7 +66,9 @@ class Crew:
                 codes = self.ended()
                 why = exit_reason(codes[rank]) if rank in codes else "it did not answer"
                 words = self.read_log(rank).strip()
-                raise RuntimeError(f"rank {rank} could not start: {why}\n{words}".rstrip())
+                raise RankError(
+                    f"rank {rank} could not start: {why}", rank=rank, remote_traceback=words
+                )
         port_file = self.folder / "port"
         self._ask({0: f"__lab__.host_store({str(port_file)!r})"})
         self._port = int(port_file.read_text())
@@ -96,7 +98,7 @@ class Crew:
         return {rank: codes[pid] for rank, pid in enumerate(self.pids) if pid in codes}
 
     def rejoin(self) -> None:
-        """Make the process group anew on every rank. Raises RuntimeError where one cannot."""
+        """Make the process group anew on every rank. Raises RankError where one cannot."""
         self._generation += 1
         code = f"__lab__.join({self._port}, {self._generation})"
         self._ask(dict.fromkeys(range(self.settings.world_size), code))
@@ -173,7 +175,7 @@ class Crew:
         return self._specs[rank].stack_file
 
     def _ask(self, codes: Mapping[int, str]) -> None:
-        """Run the pool's own code on ranks that are idle; RuntimeError if one fails."""
+        """Run the pool's own code on ranks that are idle; RankError if one fails."""
         ids = {rank: self.channels[rank].execute(code, silent=True) for rank, code in codes.items()}
         deadline = time.monotonic() + max(30.0, self.settings.collective_timeout_s)
         while ids:
@@ -185,7 +187,8 @@ class Crew:
                     del ids[rank]
                     if reply["content"]["status"] != "ok":
                         told = reply["content"].get("evalue", "")
-                        raise RuntimeError(f"rank {rank} could not join the others: {told}")
+                        raise RankError(f"rank {rank} could not join the others: {told}", rank=rank)
             dead = set(ids) & set(self.ended())
             if dead or time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {sorted(dead or ids)} did not join the others")
+                absent = sorted(dead or ids)
+                raise RankError(f"ranks {absent} did not join the others", rank=absent[0])

@@ -12,7 +12,7 @@ from labsupport.ranks import launch, transport
 from labsupport.ranks.cell import Cell
 from labsupport.ranks.crew import Crew
 from labsupport.ranks.diagnose import deadline_passed, explain
-from labsupport.ranks.errors import Interrupted
+from labsupport.ranks.errors import Interrupted, RankError
 from labsupport.ranks.output import Output
 from labsupport.ranks.settings import make_settings
 
@@ -201,7 +201,7 @@ class Ranks:
             try:
                 crew.rejoin()
                 return REJOINED_NOTE
-            except RuntimeError:
+            except RankError:
                 pass  # a rank does not answer; start over
         self._end_crew()
         return ENDED_NOTE

@@ -285,6 +285,12 @@ def test_bad_arguments_are_refused_before_anything_starts(arguments: dict, told:
     assert time.monotonic() - started < 0.5
 
 
+def test_a_group_that_cannot_be_made_is_one_clear_error() -> None:
+    with pytest.raises(RankError, match=r"could not join the others: .*nonsense0") as caught:
+        Ranks(2, env={"GLOO_SOCKET_IFNAME": "nonsense0"})
+    assert "crew.py" not in "\n".join(shown(caught.value))
+
+
 def test_a_bad_deadline(two: Ranks) -> None:
     with pytest.raises(ValueError, match="above 0"):
         two.execute("1", deadline_s=0)
