@@ -140,23 +140,22 @@ class Board:
     def _write(self, slot: int, note: Note) -> None:
         assert self.rank is not None
         content = json.dumps(asdict(note)).encode()
-        if len(content) > SLOT_BYTES - 4:  # hundreds of members: the first tell enough
+        if len(content) > SLOT_BYTES - 8:  # hundreds of members: the first tell enough
             content = json.dumps(asdict(note) | {"members": note.members[:32]}).encode()
         start = self.rank * ROW_BYTES + (slot + 1) * SLOT_BYTES
-        # The length goes in last, so that a reader sees a whole note or none.
-        struct.pack_into("<I", self._map, start, 0)
-        self._map[start + 4 : start + 4 + len(content)] = content
-        struct.pack_into("<I", self._map, start, len(content))
+        # A reader may copy while this is written; the checksum tells a torn note from a whole one.
+        struct.pack_into("<II", self._map, start, len(content), zlib.crc32(content))
+        self._map[start + 8 : start + 8 + len(content)] = content
 
     def _read(self, rank: int, slot: int) -> Note | None:
         start = rank * ROW_BYTES + (slot + 1) * SLOT_BYTES
-        (length,) = struct.unpack_from("<I", self._map, start)
-        if not 0 < length <= SLOT_BYTES - 4:
+        length, checksum = struct.unpack_from("<II", self._map, start)
+        if not 0 < length <= SLOT_BYTES - 8:
             return None
-        try:
-            return Note(**json.loads(self._map[start + 4 : start + 4 + length]))
-        except (ValueError, TypeError):  # caught between two writes
-            return None
+        content = self._map[start + 8 : start + 8 + length]
+        if zlib.crc32(content) != checksum:
+            return None  # caught while it is written
+        return Note(**json.loads(content))
 
 
 def _slot_of(group: str, sequence: int) -> int:

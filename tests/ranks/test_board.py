@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labsupport.ranks.board import NUM_SLOTS, POINT_TO_POINT, Board
+from labsupport.ranks.board import NUM_SLOTS, POINT_TO_POINT, SLOT_BYTES, Board, _slot_of
 from labsupport.ranks.errors import CollectiveMismatch
 
 
@@ -64,6 +64,22 @@ def test_groups_and_peers_count_apart(boards: list[Board]) -> None:
     with first.note("WORLD", members=ALL, call="c"):
         pass
     assert not owner.is_level()
+
+
+def test_a_note_that_is_being_rewritten_is_no_note(boards: list[Board]) -> None:
+    """A reader that copies half of the old and half of the new must not believe either."""
+    owner, first, *_ = boards
+    for call in ("all_reduce([128, 128])", "all_reduce([128, 384])"):
+        with first.note("WORLD", members=ALL, call=call):
+            pass
+    old, new = (owner.find(0, "WORLD", sequence) for sequence in (1, 2))
+    assert old is not None
+    assert new is not None
+    slot_of_new = (_slot_of("WORLD", 2) + 1) * SLOT_BYTES
+    torn = owner._map.find(b"[128, 384]", slot_of_new)
+    owner._map[torn : torn + 10] = b"[128, 128]"
+    assert owner.find(0, "WORLD", 2) is None
+    assert owner.find(0, "WORLD", 1) == old
 
 
 def test_hundreds_of_members_fit(boards: list[Board]) -> None:
