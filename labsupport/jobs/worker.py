@@ -35,6 +35,7 @@ def main(log_dir: Path, kind: str, program: str, args: list[str]) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     error_file = log_dir / f"rank{rank}.error.json"
+    signal.signal(signal.SIGTERM, lambda *_: leave(error_file))
     try:
         run_as_main(kind, program, args)
     except SystemExit as error:
@@ -42,9 +43,7 @@ def main(log_dir: Path, kind: str, program: str, args: list[str]) -> None:
             record_failure(error_file, f"SystemExit: {error.code}", "")
         raise
     except BaseException as error:
-        text = format_exception(error)
-        record_failure(error_file, f"{type(error).__name__}: {error}", text)
-        print(FAILED, text, sep="\n", end="", file=sys.stderr)
+        record_exception(error_file, error)
         sys.exit(1)
     (log_dir / f"rank{rank}.done").touch()
 
@@ -82,6 +81,26 @@ def format_exception(error: BaseException) -> str:
 def _is_plumbing(frame: TracebackType) -> bool:
     name = frame.tb_frame.f_code.co_filename
     return name in (__file__, runpy.__file__) or name == "<frozen runpy>"
+
+
+def record_exception(path: Path, error: BaseException) -> None:
+    """Write an exception of the program to the error file and to the log."""
+    text = format_exception(error)
+    record_failure(path, f"{type(error).__name__}: {error}", text)
+    print(FAILED, text, sep="\n", end="", file=sys.stderr)
+
+
+def leave(error_file: Path) -> None:
+    """On SIGTERM: end by it, but first tell of an exception that is on its way up.
+
+    A rank that failed first and still cleans up would otherwise look like one that was stopped.
+    """
+    error = sys.exception()
+    if error is not None and not error_file.exists():
+        record_exception(error_file, error)
+        sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def record_failure(path: Path, message: str, text: str) -> None:
