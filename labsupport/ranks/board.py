@@ -13,21 +13,22 @@ is sent over the network, and a row can be read after its rank has died.
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from labsupport.ranks.errors import CollectiveMismatch
 
 NUM_SLOTS = 64
 SLOT_BYTES = 1024
 ROW_BYTES = (NUM_SLOTS + 1) * SLOT_BYTES
+HEADER = struct.Struct("<BxxxII")  # state, length and checksum of the note that follows
+STATES = ("inside", "done", "failed")
 POINT_TO_POINT = "point-to-point"
 
 
@@ -45,7 +46,7 @@ class Note:
     entered_s: float
     """On the machine's monotonic clock, which all ranks share."""
     state: str
-    """`inside`, `done` or `failed`."""
+    """One of STATES."""
 
 
 class Board:
@@ -74,21 +75,36 @@ class Board:
     @contextmanager
     def note(self, group: str, *, members: Sequence[int], call: str) -> Iterator[None]:
         """Stand on the board while the body runs. Raises CollectiveMismatch before it does."""
+        slot = self.enter(group, members=members, call=call)
+        try:
+            yield
+        except BaseException:
+            self.leave(slot, "failed")
+            raise
+        self.leave(slot, "done")
+
+    def enter(self, group: str, *, members: Sequence[int], call: str) -> int:
+        """Write a note and compare it with the others'; the slot, for `leave`.
+
+        This stands before every collective, so it has to cost microseconds.
+        """
         assert self.rank is not None
         sequence = self._sequences[group] = self._sequences.get(group, 0) + 1
-        now = time.monotonic()
-        note = Note(group, sequence, call, list(members), now, "inside")
         slot = _slot_of(group, sequence)
-        self._write(slot, note)
-        self._set_current(slot)
-        state = "failed"
-        try:
-            if group != POINT_TO_POINT:
-                self._compare(note)
-            yield
-            state = "done"
-        finally:
-            self._write(slot, Note(group, sequence, call, list(members), now, state))
+        place = f"{group}\n{sequence}\n{call}\n".encode()
+        self._write(slot, place, members)
+        struct.pack_into("<i", self._map, self.rank * ROW_BYTES, slot + 1)
+        if group != POINT_TO_POINT:
+            for other in members:
+                start = _start_of(other, slot) + HEADER.size
+                if self._map[start : start + len(place)] != place:
+                    self._compare(slot, other, group, sequence, call)
+        return slot
+
+    def leave(self, slot: int, state: str) -> None:
+        """The call that `enter` announced is over."""
+        assert self.rank is not None
+        self._map[_start_of(self.rank, slot)] = STATES.index(state)
 
     def current(self, rank: int) -> Note | None:
         """The last call that `rank` began, whether it is still inside or not."""
@@ -122,44 +138,49 @@ class Board:
                     counts[rank] = max(counts.get(rank, 0), note.sequence)
         return all(len(set(counts.values())) == 1 for counts in last.values())
 
-    def _compare(self, mine: Note) -> None:
-        for other in mine.members:
-            theirs = self.find(other, mine.group, mine.sequence)
-            if theirs is not None and theirs.call != mine.call:
-                calls = sorted([(self.rank, mine.call), (other, theirs.call)])
-                told = ", ".join(f"rank {rank} calls {call}" for rank, call in calls)
-                where = "" if mine.group == "WORLD" else f" of group {mine.group}"
-                raise CollectiveMismatch(
-                    f"ranks disagree about collective {mine.sequence}{where}: {told}"
-                )
+    def _compare(self, slot: int, other: int, group: str, sequence: int, call: str) -> None:
+        theirs = self.find(other, group, sequence)
+        if theirs is None or theirs.call == call:
+            return
+        self.leave(slot, "failed")
+        calls = sorted([(self.rank, call), (other, theirs.call)])
+        told = ", ".join(f"rank {rank} calls {text}" for rank, text in calls)
+        where = "" if group == "WORLD" else f" of group {group}"
+        raise CollectiveMismatch(f"ranks disagree about collective {sequence}{where}: {told}")
 
-    def _set_current(self, slot: int) -> None:
+    def _write(self, slot: int, place: bytes, members: Sequence[int]) -> None:
         assert self.rank is not None
-        struct.pack_into("<i", self._map, self.rank * ROW_BYTES, slot + 1)
-
-    def _write(self, slot: int, note: Note) -> None:
-        assert self.rank is not None
-        content = json.dumps(asdict(note)).encode()
-        if len(content) > SLOT_BYTES - 8:  # hundreds of members: the first tell enough
-            content = json.dumps(asdict(note) | {"members": note.members[:32]}).encode()
-        start = self.rank * ROW_BYTES + (slot + 1) * SLOT_BYTES
+        start = _start_of(self.rank, slot)
+        room = SLOT_BYTES - HEADER.size
+        for count in (len(members), 32):  # of hundreds of members, the first tell enough
+            named = ",".join(map(str, members[:count]))
+            content = place + f"{named}\n{time.monotonic()}".encode()
+            if len(content) <= room:
+                break
+        content = content[:room]
         # A reader may copy while this is written; the checksum tells a torn note from a whole one.
-        struct.pack_into("<II", self._map, start, len(content), zlib.crc32(content))
-        self._map[start + 8 : start + 8 + len(content)] = content
+        HEADER.pack_into(self._map, start, STATES.index("inside"), len(content), crc32(content))
+        self._map[start + HEADER.size : start + HEADER.size + len(content)] = content
 
     def _read(self, rank: int, slot: int) -> Note | None:
-        start = rank * ROW_BYTES + (slot + 1) * SLOT_BYTES
-        length, checksum = struct.unpack_from("<II", self._map, start)
-        if not 0 < length <= SLOT_BYTES - 8:
+        start = _start_of(rank, slot)
+        state, length, checksum = HEADER.unpack_from(self._map, start)
+        if not 0 < length <= SLOT_BYTES - HEADER.size:
             return None
-        content = self._map[start + 8 : start + 8 + length]
-        if zlib.crc32(content) != checksum:
+        content = self._map[start + HEADER.size : start + HEADER.size + length]
+        if crc32(content) != checksum:
             return None  # caught while it is written
-        return Note(**json.loads(content))
+        group, sequence, call, members, entered_s = content.decode().split("\n")
+        ranks = [int(member) for member in members.split(",")]
+        return Note(group, int(sequence), call, ranks, float(entered_s), STATES[state])
+
+
+def _start_of(rank: int, slot: int) -> int:
+    return rank * ROW_BYTES + (slot + 1) * SLOT_BYTES
 
 
 def _slot_of(group: str, sequence: int) -> int:
     """The last slot is for point-to-point calls, where only the latest one tells anything."""
     if group == POINT_TO_POINT:
         return NUM_SLOTS - 1
-    return (zlib.crc32(group.encode()) + sequence) % (NUM_SLOTS - 1)
+    return (crc32(group.encode()) + sequence) % (NUM_SLOTS - 1)

@@ -70,52 +70,79 @@ def _replace(name: str, wrap: Callable[..., Any], board: Board, inside: _Inside)
 
 
 def _watched(function: Any, name: str, board: Board, inside: _Inside) -> Any:
-    signature = inspect.signature(function)
+    places = _places(function)
     shaped = COLLECTIVES[name]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside.active or not dist.is_initialized():
             return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments  # a wrong call fails here, as it should
-        group = bound.get("group") or dist.group.WORLD
+        group = _argument("group", places, args, kwargs) or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             return function(*args, **kwargs)
-        details = [_shape(bound.get(shaped))] if shaped else []
-        if "op" in bound or "op" in signature.parameters:
-            details.append(_operation(bound.get("op", dist.ReduceOp.SUM)))
-        details += [f"{root}={bound[root]}" for root in ROOTS if bound.get(root) is not None]
+        details = [_shape(_argument(shaped, places, args, kwargs))] if shaped else []
+        if "op" in places:
+            details.append(_operation(_argument("op", places, args, kwargs) or dist.ReduceOp.SUM))
+        for root in ROOTS:
+            if root in places and (value := _argument(root, places, args, kwargs)) is not None:
+                details.append(f"{root}={value}")
         text = f"{name}({', '.join(details)})"
-        inside.active = True
-        try:
-            with board.note(_name(group), members=dist.get_process_group_ranks(group), call=text):
-                return function(*args, **kwargs)
-        finally:
-            inside.active = False
+        members = dist.get_process_group_ranks(group)
+        return _run(function, args, kwargs, board, inside, (_name(group), members, text))
 
     return call
 
 
 def _watched_peer(function: Any, name: str, board: Board, inside: _Inside) -> Any:
-    signature = inspect.signature(function)
+    places = _places(function)
     direction = "to" if PEERS[name] == "dst" else "from"
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside.active or not dist.is_initialized():
             return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments
-        peer = bound.get(PEERS[name])
-        text = f"{name}({_shape(bound.get('tensor'))}) {direction} rank {peer}"
+        peer = _argument(PEERS[name], places, args, kwargs)
+        shape = _shape(_argument("tensor", places, args, kwargs))
+        text = f"{name}({shape}) {direction} rank {peer}"
         members = [dist.get_rank()] + ([peer] if isinstance(peer, int) else [])
-        inside.active = True
-        try:
-            with board.note(POINT_TO_POINT, members=members, call=text):
-                return function(*args, **kwargs)
-        finally:
-            inside.active = False
+        return _run(function, args, kwargs, board, inside, (POINT_TO_POINT, members, text))
 
     return call
+
+
+def _run(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    board: Board,
+    inside: _Inside,
+    note: tuple[str, list[int], str],
+) -> Any:
+    """Call the function with its note on the board."""
+    group, members, text = note
+    slot = board.enter(group, members=members, call=text)
+    inside.active = True
+    try:
+        result = function(*args, **kwargs)
+    except BaseException:
+        board.leave(slot, "failed")
+        raise
+    finally:
+        inside.active = False
+    board.leave(slot, "done")
+    return result
+
+
+def _places(function: Any) -> dict[str, int]:
+    """Position of each parameter. Binding a signature anew at each call would take longer."""
+    return {name: place for place, name in enumerate(inspect.signature(function).parameters)}
+
+
+def _argument(name: str, places: dict[str, int], args: Any, kwargs: Any) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    place = places[name]
+    return args[place] if place < len(args) else None
 
 
 def _name(group: Any) -> str:

@@ -86,3 +86,4 @@ def test_hundreds_of_members_fit(boards: list[Board]) -> None:
     _, first, *_ = boards
     with first.note("WORLD", members=[0] * 500, call="x"):
         assert first.current(0).call == "x"
+        assert first.current(0).members == [0] * 32
