@@ -1,6 +1,6 @@
 """Which collective does each rank call, and with what? A board that every rank writes on.
 
-    row of rank r:  [current slot | slot 0 | slot 1 | … ]      one shared file, mapped by all
+    row of rank r:  [current slot | slot 0 | slot 1 | … | counts]     one file, mapped by all
 
 Before a collective starts, its rank writes a note (group, sequence number, operation, shape) on
 its row and reads what the other members wrote at the same place. Whoever comes second sees a
@@ -26,7 +26,8 @@ from labsupport.ranks.errors import CollectiveMismatch
 
 NUM_SLOTS = 64
 SLOT_BYTES = 1024
-ROW_BYTES = (NUM_SLOTS + 1) * SLOT_BYTES
+ROW_BYTES = (NUM_SLOTS + 2) * SLOT_BYTES
+COUNT = struct.Struct("<II")  # checksum of a group's name, collectives called on it
 HEADER = struct.Struct("<BxxxII")  # state, length and checksum of the note that follows
 STATES = ("inside", "done", "failed")
 POINT_TO_POINT = "point-to-point"
@@ -91,6 +92,7 @@ class Board:
         assert self.rank is not None
         sequence = self._sequences[group] = self._sequences.get(group, 0) + 1
         slot = _slot_of(group, sequence)
+        self._count(group, sequence)
         place = f"{group}\n{sequence}\n{call}\n".encode()
         self._write(slot, place, members)
         struct.pack_into("<i", self._map, self.rank * ROW_BYTES, slot + 1)
@@ -119,24 +121,26 @@ class Board:
         return note
 
     def last_sequence(self, rank: int, group: str) -> int:
-        """How many collectives `rank` has called on this group; 0 if none is left to see."""
-        notes = (self._read(rank, slot) for slot in range(NUM_SLOTS))
-        return max((n.sequence for n in notes if n is not None and n.group == group), default=0)
+        """How many collectives `rank` has called on this group."""
+        start = _start_of(rank, NUM_SLOTS)
+        counts = COUNT.iter_unpack(self._map[start : start + SLOT_BYTES])
+        key = crc32(group.encode())
+        return next((count for known, count in counts if known == key and count), 0)
 
     def is_level(self) -> bool:
         """Whether every rank called the same collectives to their end."""
-        last: dict[str, dict[int, int]] = {}
+        members_of: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             for slot in range(NUM_SLOTS):
                 note = self._read(rank, slot)
-                if note is None:
-                    continue
-                if note.state != "done":
+                if note is not None and note.state != "done":
                     return False
-                if note.group != POINT_TO_POINT:
-                    counts = last.setdefault(note.group, dict.fromkeys(note.members, 0))
-                    counts[rank] = max(counts.get(rank, 0), note.sequence)
-        return all(len(set(counts.values())) == 1 for counts in last.values())
+                if note is not None and note.group != POINT_TO_POINT:
+                    members_of[note.group] = note.members
+        return all(
+            len({self.last_sequence(member, group) for member in members}) == 1
+            for group, members in members_of.items()
+        )
 
     def _compare(self, slot: int, other: int, group: str, sequence: int, call: str) -> None:
         theirs = self.find(other, group, sequence)
@@ -147,6 +151,14 @@ class Board:
         told = ", ".join(f"rank {rank} calls {text}" for rank, text in calls)
         where = "" if group == "WORLD" else f" of group {group}"
         raise CollectiveMismatch(f"ranks disagree about collective {sequence}{where}: {told}")
+
+    def _count(self, group: str, sequence: int) -> None:
+        """Kept apart from the notes, which the notes of other groups push out."""
+        assert self.rank is not None
+        if len(self._sequences) <= SLOT_BYTES // COUNT.size:
+            place = list(self._sequences).index(group)
+            start = _start_of(self.rank, NUM_SLOTS) + place * COUNT.size
+            COUNT.pack_into(self._map, start, crc32(group.encode()), sequence)
 
     def _write(self, slot: int, place: bytes, members: Sequence[int]) -> None:
         assert self.rank is not None

@@ -71,12 +71,15 @@ class Share:
     @property
     def lost_connection(self) -> bool:
         """Whether it failed because another rank did."""
-        text = self.error.get("evalue", "") if self.error else ""
-        return any(words in text for words in LOST_CONNECTION)
+        return any(words in self._told for words in LOST_CONNECTION)
 
     @property
     def timed_out(self) -> bool:
-        return bool(self.error) and TIMED_OUT in str((self.error or {}).get("evalue", ""))
+        return TIMED_OUT in self._told
+
+    @property
+    def _told(self) -> str:
+        return str(self.error["evalue"]) if self.error else ""
 
     @property
     def broke_group(self) -> bool:
@@ -215,6 +218,10 @@ class Cell:
             self.shares[rank].freed, self.shares[rank].waited_in = True, note
             self.crew.unblock(rank)
         if waiting:
+            self._wait_at_most(OBEY_S)
+            for rank in set(waiting) & set(self.running()):
+                if self._waits_in_vain(rank, time.monotonic()):  # where nothing can be cut
+                    self._kill(rank)
             self._wait_at_most(OBEY_S)
         failures = [
             share.over_s

@@ -28,7 +28,7 @@ from labsupport.ranks.spec import RankSpec
 
 def serve(spec: RankSpec) -> None:
     """Be rank `spec.rank` until the owner says stop or goes away."""
-    _take_over_streams(spec)
+    owner_line = _take_over_streams(spec)
     os.environ.clear()
     os.environ.update(spec.env)
     os.chdir(spec.cwd)
@@ -45,6 +45,7 @@ def serve(spec: RankSpec) -> None:
     board = Board(spec.board_file, rank=spec.rank, world_size=spec.world_size)
     inner = Inner(spec.rank, spec.world_size, spec.backend, spec.device, board)
     inner.collective_timeout_s = spec.collective_timeout_s
+    threading.Thread(target=_follow_owner, args=(owner_line, inner), daemon=True).start()
     app = IPKernelApp.instance(
         connection_file=str(spec.connection_file),
         user_ns={
@@ -70,8 +71,8 @@ def serve(spec: RankSpec) -> None:
     app.start()
 
 
-def _take_over_streams(spec: RankSpec) -> None:
-    """Give stdin to the watch on the owner, and fds 1 and 2 to the log file."""
+def _take_over_streams(spec: RankSpec) -> int:
+    """Give fds 1 and 2 to the log file, and stdin, under the number returned, to the watch."""
     owner_line = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -80,12 +81,12 @@ def _take_over_streams(spec: RankSpec) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    threading.Thread(target=_follow_owner, args=(owner_line,), daemon=True).start()
+    return owner_line
 
 
-def _follow_owner(line: int) -> None:
+def _follow_owner(line: int, inner: Inner) -> None:
     with os.fdopen(line, "rb", buffering=0) as commands:
         while command := commands.readline():
             if command.strip() == b"unblock":
-                cut_connections(spare_port=int(os.environ["MASTER_PORT"]))
-    os._exit(0)
+                cut_connections(spare_port=inner.port)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with whatever this rank has started

@@ -6,6 +6,7 @@ crew.stacks([1]); crew.interrupt(1); crew.unblock(0); crew.rejoin(); crew.close(
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import signal
@@ -40,6 +41,8 @@ class Crew:
         self._generation = 0
         self._cells: dict[str, str] = {}  # file name of a cell in a rank -> its text
         self._log_read = [0] * settings.world_size
+        make_decoder = codecs.getincrementaldecoder("utf-8")  # keeps half a character for later
+        self._decoders = [make_decoder("replace") for _ in range(settings.world_size)]
         self._stack_read: dict[int, int] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._context: zmq.Context[Any] = zmq.Context()
@@ -86,7 +89,7 @@ class Crew:
             folder=str(self.folder),
             cwd=os.getcwd(),
             env=dict(settings.env),
-            python_path=[path or os.getcwd() for path in sys.path],
+            python_path=[path or os.getcwd() for path in sys.path if isinstance(path, str)],
         )
 
     def _is_alive(self, rank: int) -> bool:
@@ -154,7 +157,7 @@ class Crew:
         except FileNotFoundError:  # it has not got that far
             return ""
         self._log_read[rank] += len(content)
-        return content.decode(errors="replace")
+        return self._decoders[rank].decode(content)
 
     def close(self) -> None:
         """End every rank and what it has started, and remove the folder."""
@@ -163,13 +166,15 @@ class Crew:
         self.closed = True
         for pid in self.pids:
             self._launcher.signal(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5.0
-        while len(self.ended()) < len(self.pids) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        for channel in self.channels:
-            channel.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            deadline = time.monotonic() + 5.0
+            while len(self.ended()) < len(self.pids) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        finally:
+            for channel in self.channels:
+                channel.close()
+            self._context.destroy(linger=0)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _stack_file(self, rank: int) -> Path:
         return self._specs[rank].stack_file

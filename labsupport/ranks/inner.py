@@ -43,6 +43,8 @@ class Inner:
         self.device = device
         self.board = board
         self.collective_timeout_s = 30.0
+        self.port = 0
+        """Of the store, whatever a cell does to MASTER_PORT."""
         self._store: TCPStore | None = None
         self._generation = 0
         self._used_prefixes: set[str] = set()
@@ -63,6 +65,7 @@ class Inner:
 
     def join(self, port: int, generation: int) -> None:
         """Be part of the process group number `generation`, leaving the one before it."""
+        self.port = port
         if self._store is None:
             self._store = self._tcp_store(port=port, is_master=False)
         os.environ.update(

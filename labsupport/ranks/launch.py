@@ -59,24 +59,30 @@ class ForkLauncher:
             start_new_session=True,
             env=_template_environment(),
         )
-        self._ready = False
+        self._started: dict[tuple[str, int], int] = {}  # (folder, rank) -> pid, not yet fetched
+        self._unwanted: set[tuple[str, int]] = set()
+        self._refused: dict[tuple[str, int], str] = {}
         self._pids: set[int] = set()
         self._ended: dict[int, int | None] = {}
         self._unread = b""
 
     def start(self, spec: RankSpec) -> int:
         """Fork one rank; its pid. Raises RuntimeError with the template's own words."""
+        key = (spec.folder, spec.rank)
         self._send({"fork": asdict(spec)})
         deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            for message in self._messages(timeout_s=1.0):
-                if "pid" in message:
-                    self._pids.add(message["pid"])
-                    return int(message["pid"])
-            if self._process.poll() is not None:
-                break
+        try:
+            while time.monotonic() < deadline:
+                self._messages(timeout_s=0.0 if key in self._started else 1.0)
+                if key in self._started:
+                    return self._started.pop(key)
+                if not self.alive() or key in self._refused:
+                    break
+        except BaseException:  # interrupted: the rank may still come, and nobody waits for it
+            self._unwanted.add(key)
+            raise
         self._log.seek(0)
-        words = self._log.read().decode(errors="replace").strip()
+        words = self._refused.pop(key, "") or self._log.read().decode(errors="replace").strip()
         raise RuntimeError(f"the process that ranks are forked from has failed:\n{words}")
 
     def signal(self, pid: int, number: int) -> None:
@@ -116,21 +122,35 @@ class ForkLauncher:
         except BrokenPipeError:
             pass  # `exit_codes` and `start` find the template gone
 
-    def _messages(self, *, timeout_s: float) -> list[dict[str, Any]]:
+    def _messages(self, *, timeout_s: float) -> None:
+        """Take in what the template has said, waiting a little if it has not."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        messages: list[dict[str, Any]] = []
-        while select.select([fd], [], [], 0.0 if messages else timeout_s)[0]:
+        taken = 0
+        while select.select([fd], [], [], 0.0 if taken else timeout_s)[0]:
             content = os.read(fd, 1 << 16)
             if not content:
                 break
             *lines, self._unread = (self._unread + content).split(b"\n")
             for message in map(json.loads, lines):
-                if "ended" in message:
-                    self._pids.discard(message["ended"])
-                    self._ended[message["ended"]] = message["code"]
-                messages.append(message)
-        return messages
+                self._take_in(message)
+                taken += 1
+
+    def _take_in(self, message: dict[str, Any]) -> None:
+        if "ended" in message:
+            self._pids.discard(message["ended"])
+            self._ended[message["ended"]] = message["code"]
+            return
+        key = (message["folder"], message["rank"])
+        if "pid" not in message:
+            self._refused[key] = message["refused"]
+            return
+        pid = message["pid"]
+        self._ended.pop(pid, None)  # a number that an earlier rank had
+        self._pids.add(pid)
+        self._started[key] = pid
+        if key in self._unwanted:
+            self.signal(pid, signal.SIGKILL)
 
 
 class SpawnLauncher:
@@ -142,7 +162,7 @@ class SpawnLauncher:
 
     def start(self, spec: RankSpec) -> int:
         process = subprocess.Popen(
-            [sys.executable, "-m", "labsupport.ranks.spawned", json.dumps(asdict(spec))],
+            [sys.executable, "-m", "labsupport.ranks.spawned"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._log,
@@ -150,6 +170,8 @@ class SpawnLauncher:
             env=_template_environment(),
         )
         self._processes[process.pid] = process
+        # Not as an argument, where other users could read the environment.
+        self.tell(process.pid, json.dumps(asdict(spec)))
         return process.pid
 
     def signal(self, pid: int, number: int) -> None:

@@ -33,10 +33,12 @@ class _Held:
         self.crew: Crew | None = None
 
     def release(self) -> None:
-        if self.crew is not None:
-            self.crew.close()
-        if self.owns_launcher:
-            self.launcher.close()
+        try:
+            if self.crew is not None:
+                self.crew.close()
+        finally:
+            if self.owns_launcher:
+                self.launcher.close()
 
 
 class Ranks:
@@ -88,10 +90,10 @@ class Ranks:
         _check_deadline(deadline_s)
         with self._working() as crew:
             sent = crew.folder / "call"
-            sent.write_bytes(payload)
             files = {rank: crew.folder / f"result{rank}" for rank in range(self.world_size)}
             codes = {r: f"__lab__.call({str(sent)!r}, {str(f)!r})" for r, f in files.items()}
             try:
+                sent.write_bytes(payload)
                 self._run_cell(crew, codes, deadline_s)
                 return [transport.load(file.read_bytes()) for file in files.values()]
             finally:
@@ -169,12 +171,16 @@ class Ranks:
         cell = Cell(crew, codes, Output())
         try:
             in_time = cell.run(deadline_s=deadline_s)
+            has_cause = any(s.error or s.ended for s in cell.shares.values())
             stacks = {} if in_time else crew.stacks(cell.running())
             if not in_time:
                 cell.stop()
         except KeyboardInterrupt:
             raise Interrupted(*self._stop(cell)) from None
-        error = explain(cell) if in_time else deadline_passed(cell, deadline_s or 0.0, stacks)
+        if in_time or has_cause:  # a failure before the deadline is the cause of what waits
+            error = explain(cell)
+        else:
+            error = deadline_passed(cell, deadline_s or 0.0, stacks)
         if error is not None:
             error.note = self._heal(cell)
             raise error
@@ -203,6 +209,9 @@ class Ranks:
                 return REJOINED_NOTE
             except RankError:
                 pass  # a rank does not answer; start over
+            except BaseException:  # interrupted half-way: some are in the new group, some not
+                self._end_crew()
+                raise
         self._end_crew()
         return ENDED_NOTE
 
@@ -262,18 +271,21 @@ class _Working:
         self._pool._busy.release()
 
 
-_latest: weakref.ref[Ranks] | None = None
+_pools: list[weakref.ref[Ranks]] = []
 
 
 def _remember(pool: Ranks) -> None:
-    global _latest
-    _latest = weakref.ref(pool)
+    _pools.append(weakref.ref(pool))
 
 
 def latest_pool() -> Ranks | None:
-    """The pool made last, if it is still open: the one that `%%ranks` means."""
-    pool = _latest() if _latest is not None else None
-    return None if pool is None or pool.is_closed else pool
+    """Of the pools that are still open, the one made last: the one that `%%ranks` means."""
+    while _pools:
+        pool = _pools[-1]()
+        if pool is not None and not pool.is_closed:
+            return pool
+        _pools.pop()
+    return None
 
 
 def _check_deadline(deadline_s: float | None) -> None:

@@ -11,6 +11,7 @@ import psutil
 from labsupport import devices
 
 MEMORY_PER_RANK_BYTES = 100 * 2**20
+MOST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ def _check(world_size: int, collective_timeout_s: float, env: Mapping[str, str])
             f"{world_size=} does not fit: a rank takes about "
             f"{MEMORY_PER_RANK_BYTES // 2**20} MiB of the memory left; at most {most} fit"
         )
-    if not isinstance(collective_timeout_s, int | float) or not collective_timeout_s > 0:
-        raise ValueError(f"{collective_timeout_s=} must be a number of seconds above 0; 30 works")
+    is_number = isinstance(collective_timeout_s, int | float)
+    if not is_number or not 0 < collective_timeout_s < MOST_TIMEOUT_S:
+        raise ValueError(
+            f"{collective_timeout_s=} must be a number of seconds above 0 and below "
+            f"{MOST_TIMEOUT_S:g}; 30 works"
+        )
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env[{name!r}]={value!r} must be text; {str(value)!r} works")

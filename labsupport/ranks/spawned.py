@@ -1,7 +1,7 @@
-"""Entry point of a rank that is started as a plain process: `-m labsupport.ranks.spawned SPEC`."""
+"""Entry point of a rank that is started as a plain process. Its RankSpec is stdin's first line."""
 
 import json
-import sys
+import os
 
 import tqdm.auto  # noqa: F401 (before ipykernel: a bar of text, for widgets cannot be shown from a rank)
 
@@ -9,4 +9,6 @@ from labsupport.ranks.child import serve
 from labsupport.ranks.spec import RankSpec
 
 if __name__ == "__main__":
-    serve(RankSpec(**json.loads(sys.argv[1])))
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as owner:
+        spec = json.loads(owner.readline())
+    serve(RankSpec(**spec))

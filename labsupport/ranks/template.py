@@ -1,6 +1,6 @@
 """The process that ranks are forked from: it has imported torch once, and starts nothing.
 
-    {"fork": {…RankSpec…}}            -> {"pid": 1234, "rank": 0}
+    {"fork": {…RankSpec…}}            -> {"pid": 1234, "folder": "/tmp/…", "rank": 0}
     {"signal": 1234, "number": 2}
     {"tell": 1234, "text": "unblock"}                                  one JSON object a line
                                       -> {"ended": 1234, "code": -9}   when a rank has ended
@@ -12,6 +12,7 @@ owner is gone: it kills its ranks and ends. When it is killed itself, the kernel
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -49,8 +50,8 @@ class Template:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _say(ready=os.getpid())
-        while True:
+        owner = os.getppid()
+        while os.getppid() == owner:  # a child of the owner may hold our standard input open
             readable, _, _ = select.select([0, wake_read], [], [], POLL_S)
             if wake_read in readable:
                 os.read(wake_read, 4096)
@@ -73,7 +74,12 @@ class Template:
         if "fork" in command:
             spec = RankSpec(**command["fork"])
             self._folders.add(spec.folder)
-            _say(pid=self._fork(spec), rank=spec.rank)
+            try:
+                pid = self._fork(spec)
+            except OSError as error:  # the limit on processes, for example
+                _say(folder=spec.folder, rank=spec.rank, refused=str(error))
+            else:
+                _say(folder=spec.folder, rank=spec.rank, pid=pid)
         elif "signal" in command and command["signal"] in self._lines:
             number = command["number"]
             if number == signal.SIGKILL:
@@ -81,12 +87,18 @@ class Template:
             else:
                 os.kill(command["signal"], number)
         elif "tell" in command and command["tell"] in self._lines:
-            os.write(self._lines[command["tell"]], command["text"].encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it has just ended
+                os.write(self._lines[command["tell"]], command["text"].encode() + b"\n")
 
     def _fork(self, spec: RankSpec) -> int:
         line_read, line_write = os.pipe()
         gc.freeze()  # keeps the pages that parent and child share from being copied
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(line_read)
+            os.close(line_write)
+            raise
         if pid:
             os.close(line_read)
             self._lines[pid] = line_write
@@ -117,6 +129,8 @@ class Template:
                 return
             if pid in self._lines:
                 os.close(self._lines.pop(pid))
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # what it has started and left behind
                 _say(ended=pid, code=os.waitstatus_to_exitcode(status))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +44,7 @@ COLLECTIVES: dict[str, str | None] = {
     "scatter_object_list": None,
 }
 PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-ROOTS = ("src", "dst", "group_src", "group_dst")
+ROOTS = ("src", "dst")
 
 
 def watch(board: Board) -> None:
@@ -54,8 +56,11 @@ def watch(board: Board) -> None:
         _replace(name, _watched_peer, board, inside)
 
 
-class _Inside:
-    """True while a watched call runs: what it calls in turn is not another collective."""
+class _Inside(threading.local):
+    """True while a watched call runs: what it calls in turn is not another collective.
+
+    Each thread has its own: an asynchronous save gathers in one while another one trains.
+    """
 
     active = False
 
@@ -83,9 +88,11 @@ def _watched(function: Any, name: str, board: Board, inside: _Inside) -> Any:
         details = [_shape(_argument(shaped, places, args, kwargs))] if shaped else []
         if "op" in places:
             details.append(_operation(_argument("op", places, args, kwargs) or dist.ReduceOp.SUM))
-        for root in ROOTS:
-            if root in places and (value := _argument(root, places, args, kwargs)) is not None:
-                details.append(f"{root}={value}")
+        details += [
+            f"{root}={_global_rank(root, group, places, args, kwargs, default=0)}"
+            for root in ROOTS
+            if root in places
+        ]
         text = f"{name}({', '.join(details)})"
         members = dist.get_process_group_ranks(group)
         return _run(function, args, kwargs, board, inside, (_name(group), members, text))
@@ -101,7 +108,8 @@ def _watched_peer(function: Any, name: str, board: Board, inside: _Inside) -> An
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside.active or not dist.is_initialized():
             return function(*args, **kwargs)
-        peer = _argument(PEERS[name], places, args, kwargs)
+        group = _argument("group", places, args, kwargs) or dist.group.WORLD
+        peer = _global_rank(PEERS[name], group, places, args, kwargs, default=None)
         shape = _shape(_argument("tensor", places, args, kwargs))
         text = f"{name}({shape}) {direction} rank {peer}"
         members = [dist.get_rank()] + ([peer] if isinstance(peer, int) else [])
@@ -138,6 +146,17 @@ def _places(function: Any) -> dict[str, int]:
     return {name: place for place, name in enumerate(inspect.signature(function).parameters)}
 
 
+def _global_rank(
+    name: str, group: Any, places: dict[str, int], args: Any, kwargs: Any, *, default: int | None
+) -> int | None:
+    """The root or peer as a rank of the world, whichever of its two parameters was given."""
+    value = _argument(name, places, args, kwargs)
+    if isinstance(value, int):
+        return value
+    inner = _argument(f"group_{name}", places, args, kwargs)
+    return dist.get_global_rank(group, inner) if isinstance(inner, int) else default
+
+
 def _argument(name: str, places: dict[str, int], args: Any, kwargs: Any) -> Any:
     if name in kwargs:
         return kwargs[name]
@@ -156,4 +175,5 @@ def _shape(value: Any) -> str:
 
 
 def _operation(op: Any) -> str:
-    return str(op).rpartition(".")[2].lower().strip(" >")
+    text = re.sub(r" object at 0x\w+", "", str(op))  # the address differs from rank to rank
+    return text.rpartition(".")[2].lower().strip(" >")

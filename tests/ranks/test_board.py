@@ -66,6 +66,22 @@ def test_groups_and_peers_count_apart(boards: list[Board]) -> None:
     assert not owner.is_level()
 
 
+def test_many_groups_push_out_notes_but_not_counts(boards: list[Board]) -> None:
+    """As on a mesh of several axes: the ranks stay level, whatever note is overwritten."""
+    owner, *ranks = boards
+    groups = {"WORLD": [0, 1, 2], "tp": [0, 1], "dp": [1, 2], "cp": [0, 2]}
+    for step in range(3 * NUM_SLOTS):
+        for name, members in groups.items():
+            for member in members:
+                with ranks[member].note(name, members=members, call=f"{name} {step}"):
+                    pass
+        assert owner.is_level(), step
+    assert owner.last_sequence(2, "dp") == 3 * NUM_SLOTS
+    with ranks[1].note("dp", members=[1, 2], call="one more"):
+        pass
+    assert not owner.is_level()
+
+
 def test_a_note_that_is_being_rewritten_is_no_note(boards: list[Board]) -> None:
     """A reader that copies half of the old and half of the new must not believe either."""
     owner, first, *_ = boards

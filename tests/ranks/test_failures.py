@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labsupport import RankDied, RankError, Ranks, RankTimeout
+from tests.ranks.conftest import still_there
 
 BARRIER = "dist.barrier()"
 
@@ -168,6 +169,42 @@ def test_calls_may_differ_where_they_are_allowed_to(two: Ranks) -> None:
     )
 
 
+def test_the_same_call_may_be_written_in_two_ways(two: Ranks) -> None:
+    two.execute(
+        "out = torch.empty(1)\n"
+        "if rank == 0: dist.scatter(out, [torch.ones(1)] * 2)\n"
+        "else: dist.scatter(out, src=0)\n"
+        "dist.broadcast(out, src=0) if rank else dist.broadcast(out, group_src=0)\n"
+        "dist.all_reduce(out, dist.ReduceOp(dist.ReduceOp.SUM))"
+    )
+    error = fails(two, RankTimeout, "if rank == 0: dist.recv(out, group_src=1)", within_s=6)
+    assert str(error) == "rank 0 waited in recv(float32[1]) from rank 1: it had ended the cell"
+
+
+def test_another_thread_does_not_hide_a_call(two: Ranks) -> None:
+    two.execute(
+        "import threading, time\n"
+        "side = dist.new_group()\n"
+        "def slow():\n"
+        "    time.sleep(0.3 * rank); dist.barrier(side)\n"
+        "thread = threading.Thread(target=slow); thread.start(); time.sleep(0.1)\n"
+        "dist.all_reduce(torch.ones(3)); thread.join()\n"
+    )
+    assert two._held.crew.board.is_level()
+    assert two._held.crew.board.last_sequence(0, "WORLD") == two._held.crew.board.last_sequence(
+        1, "WORLD"
+    )
+
+
+def test_a_cell_that_changes_master_port_loses_nothing(two: Ranks) -> None:
+    code = (
+        "import os; os.environ['MASTER_PORT'] = '29500'; dist.init_process_group(); kept = 1\n"
+        f"if rank == 0: {BARRIER}"
+    )
+    fails(two, RankTimeout, code, within_s=4)
+    two.execute("assert kept == 1")
+
+
 def test_two_ranks_that_wait_for_each_other(two: Ranks) -> None:
     error = fails(two, RankTimeout, "dist.recv(torch.empty(4), 1 - rank)", within_s=4 + 4)
     assert str(error) == (
@@ -212,6 +249,13 @@ def test_a_rank_that_dies(two: Ranks, lines, code: str, exit_code: int, told: st
     ]
 
 
+def test_what_a_dead_rank_had_started_ends_too(two: Ranks) -> None:
+    two.execute("import os, subprocess; child = subprocess.Popen(['sleep', '1000'])")
+    children = two.run(lambda: __import__("__main__").child.pid)
+    fails(two, RankDied, "if rank == 1: os._exit(3)", within_s=10)
+    assert not still_there(children)
+
+
 def test_a_rank_killed_between_two_cells(two: Ranks, lines) -> None:
     os.kill(two.pids[1], signal.SIGKILL)
     time.sleep(0.5)
@@ -235,6 +279,13 @@ def test_a_deadline_stops_the_work_too(two: Ranks) -> None:
     assert error.waiting == [0, 1]
     assert "time.sleep(0.1)" in error.stacks[1]
     two.execute("before = kept; time.sleep(0.5); assert kept == before > 1")
+
+
+def test_a_failure_before_the_deadline_is_the_cause(two: Ranks) -> None:
+    code = "import time\nif rank == 0: raise ValueError('first')\ntime.sleep(60)"
+    error = fails(two, RankError, code, within_s=6, deadline_s=1.5)
+    assert str(error) == "rank 0 failed: ValueError: first"
+    assert error.others == {1: "was still running and was interrupted"}
 
 
 def test_a_deadline_on_run(two: Ranks) -> None:
@@ -274,6 +325,7 @@ def test_a_result_that_cannot_come_back_is_named(two: Ranks) -> None:
         ({"world_size": 10**6}, "at most"),
         ({"world_size": 2, "device": "tpu"}, "'cpu' or 'cuda'"),
         ({"world_size": 2, "collective_timeout_s": 0}, "30 works"),
+        ({"world_size": 2, "collective_timeout_s": float("inf")}, "30 works"),
         ({"world_size": 2, "threads_per_rank": 0}, "1 works"),
         ({"world_size": 2, "env": {"A": 1}}, "'1' works"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import time
 import pytest
 
 from labsupport import RankError, Ranks, devices
+from labsupport.ranks import launch
+from labsupport.ranks.pool import latest_pool
 from tests.ranks.conftest import descendants, still_there
 
 FACTOR = 7
@@ -201,6 +204,30 @@ def test_a_forgotten_pool_ends() -> None:
     pids = pool.pids
     del pool
     assert not still_there(pids)
+
+
+def test_the_magic_means_the_latest_open_pool() -> None:
+    with Ranks(1) as first:
+        with Ranks(1) as second:
+            assert latest_pool() is second
+        assert latest_pool() is first
+    assert latest_pool() is not first
+
+
+def test_an_interrupted_start_leaves_nothing_and_the_next_one_works(monkeypatch) -> None:
+    """Ctrl-C while the template still imports torch: its late answer is nobody's rank."""
+    before = set(descendants(os.getpid()))
+    launcher = launch.ForkLauncher()
+    monkeypatch.setattr(launch, "_prestarted", launcher)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(2)
+    with Ranks(2) as ranks:
+        assert ranks.run(os.getpid) == ranks.pids
+        started = set(descendants(os.getpid())) - before
+        assert len(started) == 3  # the template and two ranks; the unwanted one has been killed
+    launcher.close()
+    assert not still_there(list(started))
 
 
 def test_one_call_at_a_time(two: Ranks) -> None:
