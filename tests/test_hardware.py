@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from labsupport import published
 from labsupport.hardware import (
     ACCELERATORS,
     LINKS,
@@ -82,6 +83,18 @@ def test_one_way_and_two_way() -> None:
     assert link("infiniband-ndr").one_way_gbit_per_s == 400
     assert link("infiniband-ndr").one_way_gb_per_s == 50
     assert link("pcie5-x16").one_way_gb_per_s == pytest.approx(32 * 16 * 128 / 130 / 8, rel=1e-3)
+
+
+def test_the_best_of_nvlink_4_is_the_best_published_ring() -> None:
+    rows = [
+        row
+        for row in published.collectives()
+        if row.gpu in ("h100", "h200") and row.topology == "1x8" and "NVLS on" not in row.note
+    ]
+    best = max(rows, key=lambda row: row.bus_bandwidth_bytes_per_s)
+    nvlink4 = link("nvlink4")
+    assert nvlink4.best_measured_bytes_per_s == best.bus_bandwidth_bytes_per_s == 367.6e9
+    assert nvlink4.best_measured_share == pytest.approx(0.82, abs=0.005)
 
 
 def test_transfer_time() -> None:

@@ -41,7 +41,8 @@ def sync_times(answer: object) -> Verdict:
         one_way = link(key).one_way_bytes_per_s
         expected = cost.link_bytes / one_way
         hints = {
-            expected / 2: "you divide by both directions together; a ring uses one at a time",
+            expected / 2: "you divide by both directions together; a rank sends in one, "
+            "and what it receives uses the other",
             GRADIENT_BYTES / one_way: "each rank sends more than S: 2(n - 1)/n of it",
             expected * 2: "2 bytes a parameter: bf16",
             expected * SYNC_RANKS: "bits or bytes? or did you let all ranks share one link?",

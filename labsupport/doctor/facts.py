@@ -96,8 +96,8 @@ def gather(lab_folder: Path | None = None) -> Facts:
     loopback = _loopback()
     ifname = os.environ.get("GLOO_SOCKET_IFNAME")
     gpus, driver = _gpus()
-    chosen = ifname or loopback
-    trial = start_trial({"GLOO_SOCKET_IFNAME": chosen} if chosen else {}, with_gpu=bool(gpus))
+    interface = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
+    trial = start_trial(interface, with_gpu=bool(gpus))
     total, available, limited = _memory()
     shm = _usage("/dev/shm")
     listing = devices.nvidia_smi("-L")

@@ -13,42 +13,30 @@ FEW_PORTS = 1000
 
 
 def check_gloo(facts: Facts) -> Check:
-    """The interface that ranks will use exists, has an address, and carried a gloo group."""
-    chosen = facts.gloo_ifname or facts.loopback
-    if chosen is None:
-        return Check(
-            "gloo interface",
-            "fail",
-            "no interface holds 127.0.0.1, where the lab's ranks meet",
-            "ip link set lo up",
-        )
-    unset = f"unset GLOO_SOCKET_IFNAME; the lab then uses {facts.loopback or 'the loopback'}"
-    for name in chosen.split(","):
-        if name not in facts.interfaces:
-            known = ", ".join(facts.interfaces)
-            return Check(
-                "gloo interface",
-                "fail",
-                f"GLOO_SOCKET_IFNAME={chosen}: no interface {name!r} here; there are {known}",
-                unset,
-            )
-        if not facts.interfaces[name]:
-            return Check(
-                "gloo interface", "fail", f"{name} has no IPv4 address for gloo to use", unset
-            )
-    origin = "by GLOO_SOCKET_IFNAME" if facts.gloo_ifname else "loopback, chosen by the lab"
-    if facts.trial.gloo_works:
-        return Check(
-            "gloo interface",
-            "ok",
-            f"{chosen} ({origin}): a group came up in {facts.trial.seconds:.1f} s with torch's "
-            "import",
-        )
+    """A gloo group came up on the loopback interface, and the user's own choice exists too."""
+    name, loopback = "gloo interface", facts.loopback
+    if loopback is None:
+        detail = "no interface holds 127.0.0.1, where the lab's ranks meet"
+        return Check(name, "fail", detail, "ip link set lo up")
     if facts.trial.torch_version is None:
-        return Check("gloo interface", "warn", f"{chosen} ({origin}): not tried, torch is missing")
-    return Check(
-        "gloo interface", "fail", f"{chosen} ({origin}): no group: {facts.trial.problem}", unset
-    )
+        return Check(name, "warn", f"{loopback}: not tried, torch is missing")
+    if not facts.trial.gloo_works:
+        fix = f"ip link set {loopback} up; ip addr show {loopback}"
+        return Check(name, "fail", f"{loopback}: no group: {facts.trial.problem}", fix)
+    for chosen in (facts.gloo_ifname or "").split(","):
+        if chosen and not facts.interfaces.get(chosen):
+            known = ", ".join(facts.interfaces)
+            is_there = chosen in facts.interfaces
+            why = "it has no IPv4 address" if is_there else f"there are {known}"
+            return Check(
+                name,
+                "warn",
+                f"GLOO_SOCKET_IFNAME={facts.gloo_ifname}: no interface {chosen!r} to use here; "
+                f"{why}. The lab's local ranks use {loopback}, your own torchrun will fail",
+                "unset GLOO_SOCKET_IFNAME",
+            )
+    seconds = f"{facts.trial.seconds:.1f} s with torch's import"
+    return Check(name, "ok", f"{loopback} (loopback): a group came up in {seconds}")
 
 
 def check_hostname(facts: Facts) -> Check:

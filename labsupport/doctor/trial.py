@@ -37,7 +37,7 @@ assert total.tolist() == [1.0] * 4
 tell(gloo=True)
 if torch.version.cuda and sys.argv[1] == "with-gpu":
     available = torch.cuda.is_available()
-    tell(cuda=available, gpus=torch.cuda.device_count(), nccl=list(torch.cuda.nccl.version()))
+    tell(cuda=available, nccl=list(torch.cuda.nccl.version()))
 """
 
 
@@ -50,7 +50,6 @@ class Trial:
     gloo_works: bool = False
     cuda_available: bool | None = None
     """Whether torch could start CUDA; None when that was not asked."""
-    gpu_count: int | None = None
     nccl_version: str | None = None
     problem: str = ""
     """Last line of what it complained of; empty when it ended well."""
@@ -104,7 +103,6 @@ def _trial(stdout: str, problem: str, seconds: float) -> Trial:
         torch_version=found.get("torch"),
         gloo_works=bool(found.get("gloo")),
         cuda_available=found.get("cuda"),
-        gpu_count=found.get("gpus"),
         nccl_version=".".join(map(str, found["nccl"])) if "nccl" in found else None,
         problem=problem,
         seconds=seconds,

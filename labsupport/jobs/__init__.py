@@ -12,6 +12,7 @@ on the loopback interface, on a port that the system chooses and torchrun holds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ __all__ = ["JobError", "JobResult", "JobTimeout", "Metrics", "torchrun"]
 
 SHUTDOWN_S = 3  # torchrun's patience with its workers after SIGTERM
 GRACE_S = 6.0  # ours with torchrun, before SIGKILL
+SHARED_ID = "lab"  # of a job over several nodes: each starts its part, and all must name it alike
 
 
 def torchrun(
@@ -72,7 +74,11 @@ def torchrun(
     endpoint = rdzv_endpoint or "127.0.0.1:0"
     command = [sys.executable, "-m", "labsupport.jobs.launcher", str(folder)]
     command += [f"--nnodes={nnodes}", f"--nproc-per-node={nproc_per_node}"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={folder.name}"]
+    command += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={folder.name if nnodes == 1 else SHARED_ID}",
+    ]
     if nnodes == 1:
         command += ["--local-addr=127.0.0.1", "--rdzv-conf=is_host=1"]
     command += [f"--shutdown-timeout={SHUTDOWN_S}", f"--log-dir={folder / 'torchrun'}"]
@@ -96,7 +102,7 @@ def _new_log_dir(log_dir: str | Path | None) -> Path:
 def _environment(num_threads: int, *, local: bool, extra: Mapping[str, str]) -> dict[str, str]:
     """What the ranks inherit: this interpreter, their threads, gloo on loopback unless told."""
     chosen = {"OMP_NUM_THREADS": str(num_threads), "PYTHON_EXEC": sys.executable}
-    if local and not {"GLOO_SOCKET_IFNAME"} & {*os.environ, *extra}:
+    if local and "GLOO_SOCKET_IFNAME" not in extra:  # what the shell says may be for other hosts
         chosen["GLOO_SOCKET_IFNAME"] = loopback_interface()
     return {**os.environ, **extra, **chosen}
 
@@ -173,7 +179,8 @@ class _Job:
         """Ask each rank for its stack, which lands in its log, and put the logs' ends together."""
         for worker in self._descendants():
             if "labsupport.jobs.worker" in _command_line(worker) and logs.paths:
-                worker.send_signal(signal.SIGUSR1)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    worker.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
         stacks = {rank: stack_in(path) for rank, path in logs.paths.items()}
         ends = [f"rank {rank} is at (innermost first):\n{text}" for rank, text in stacks.items()]

@@ -3,16 +3,21 @@
     owner (notebook) --pipe--> launcher (torchrun) --same pipe--> workers (one a rank)
 
 Only the owner holds the writing end. When the owner closes it, or dies in any way, each reader sees
-the end of file and kills its own process group. No signal, parent or process name is relied on.
+the end of file and kills its own process group. A child that the owner forked may hold the pipe
+open for longer; so each reader also ends when it has lost its parent.
 
     watch_owner(0)          # in the launcher: file descriptor 0 is the reading end
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import threading
+
+LOOK_EVERY_S = 0.5
 
 
 def watch_owner(descriptor: int) -> None:
@@ -33,9 +38,10 @@ def detach_stdin() -> int:
 
 
 def _wait_and_kill(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 1):
-            pass
-    except OSError:
-        pass  # a closed descriptor says the same as its end
+    parent = os.getppid()
+    with contextlib.suppress(OSError, ValueError):  # a closed descriptor says the same as its end
+        while os.getppid() == parent:
+            readable, _, _ = select.select([descriptor], [], [], LOOK_EVERY_S)
+            if readable and not os.read(descriptor, 1):
+                break
     os.killpg(os.getpgrp(), signal.SIGKILL)

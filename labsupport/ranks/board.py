@@ -8,7 +8,9 @@ difference before a byte is sent. When a rank waits in vain, the notes tell for 
 is sent over the network, and a row can be read after its rank has died.
 
     board = Board(path, rank=0, world_size=2)
-    with board.note("WORLD", members=[0, 1], call="all_reduce(float32[4], sum)"): ...
+    slot = board.enter("WORLD", members=[0, 1], call="all_reduce(float32[4], sum)")
+    ...                                                # the call itself
+    board.leave(slot, "done")
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -63,9 +64,6 @@ class Board:
             self._map = mmap.mmap(file.fileno(), size)
         self._sequences: dict[str, int] = {}
 
-    def close(self) -> None:
-        self._map.close()
-
     def reset_row(self) -> None:
         """Forget this rank's notes: its process groups are new."""
         assert self.rank is not None
@@ -73,20 +71,10 @@ class Board:
         start = self.rank * ROW_BYTES
         self._map[start : start + ROW_BYTES] = bytes(ROW_BYTES)
 
-    @contextmanager
-    def note(self, group: str, *, members: Sequence[int], call: str) -> Iterator[None]:
-        """Stand on the board while the body runs. Raises CollectiveMismatch before it does."""
-        slot = self.enter(group, members=members, call=call)
-        try:
-            yield
-        except BaseException:
-            self.leave(slot, "failed")
-            raise
-        self.leave(slot, "done")
-
     def enter(self, group: str, *, members: Sequence[int], call: str) -> int:
         """Write a note and compare it with the others'; the slot, for `leave`.
 
+        Raises CollectiveMismatch where another rank wrote a different call at the same place.
         This stands before every collective, so it has to cost microseconds.
         """
         assert self.rank is not None

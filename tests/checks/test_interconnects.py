@@ -23,6 +23,7 @@ def test_sync_times() -> None:
     assert check.sync_times(...).status == "blank"
     assert check.sync_times(seconds()).is_right
     assert "both directions" in check.sync_times(seconds(0.5)).hint
+    assert "receives uses the other" in check.sync_times(seconds(0.5)).hint
     assert "more than S" in check.sync_times(seconds(4 / 7)).hint
     assert "bf16" in check.sync_times(seconds(2)).hint
     assert "bits" in check.sync_times(seconds(8)).hint

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from labsupport.ranks.board import NUM_SLOTS, POINT_TO_POINT, SLOT_BYTES, Board, _slot_of
 from labsupport.ranks.errors import CollectiveMismatch
+
+
+@contextmanager
+def standing(board: Board, group: str, *, members: list[int], call: str) -> Iterator[None]:
+    slot = board.enter(group, members=members, call=call)
+    yield
+    board.leave(slot, "done")
 
 
 @pytest.fixture
@@ -25,7 +34,7 @@ def test_equal_calls_leave_the_ranks_level(boards: list[Board]) -> None:
     assert owner.is_level()
     for call in range(3 * NUM_SLOTS):
         for board in ranks:
-            with board.note("WORLD", members=ALL, call=f"barrier {call}"):
+            with standing(board, "WORLD", members=ALL, call=f"barrier {call}"):
                 pass
     assert owner.is_level()
     assert owner.current(2).call == f"barrier {3 * NUM_SLOTS - 1}"
@@ -36,11 +45,11 @@ def test_equal_calls_leave_the_ranks_level(boards: list[Board]) -> None:
 
 def test_the_second_to_come_sees_the_difference(boards: list[Board]) -> None:
     owner, first, second, _ = boards
-    with first.note("WORLD", members=ALL, call="barrier()"):
+    with standing(first, "WORLD", members=ALL, call="barrier()"):
         assert owner.current(0).state == "inside"
         with (
             pytest.raises(CollectiveMismatch, match=r"collective 1: rank 0 calls barrier\(\)"),
-            second.note("WORLD", members=ALL, call="gather()"),
+            standing(second, "WORLD", members=ALL, call="gather()"),
         ):
             pytest.fail("the call must not be made")
     assert owner.current(1).state == "failed"
@@ -52,16 +61,16 @@ def test_the_second_to_come_sees_the_difference(boards: list[Board]) -> None:
 
 def test_groups_and_peers_count_apart(boards: list[Board]) -> None:
     owner, first, second, _ = boards
-    with first.note("sub", members=[0], call="a"):
+    with standing(first, "sub", members=[0], call="a"):
         pass
     for board in (first, second, boards[3]):
-        with board.note("WORLD", members=ALL, call="b"):
+        with standing(board, "WORLD", members=ALL, call="b"):
             pass
     for _ in range(2 * NUM_SLOTS):
-        with second.note(POINT_TO_POINT, members=[0, 1], call="send"):
+        with standing(second, POINT_TO_POINT, members=[0, 1], call="send"):
             pass
     assert owner.is_level()
-    with first.note("WORLD", members=ALL, call="c"):
+    with standing(first, "WORLD", members=ALL, call="c"):
         pass
     assert not owner.is_level()
 
@@ -73,11 +82,11 @@ def test_many_groups_push_out_notes_but_not_counts(boards: list[Board]) -> None:
     for step in range(3 * NUM_SLOTS):
         for name, members in groups.items():
             for member in members:
-                with ranks[member].note(name, members=members, call=f"{name} {step}"):
+                with standing(ranks[member], name, members=members, call=f"{name} {step}"):
                     pass
         assert owner.is_level(), step
     assert owner.last_sequence(2, "dp") == 3 * NUM_SLOTS
-    with ranks[1].note("dp", members=[1, 2], call="one more"):
+    with standing(ranks[1], "dp", members=[1, 2], call="one more"):
         pass
     assert not owner.is_level()
 
@@ -86,7 +95,7 @@ def test_a_note_that_is_being_rewritten_is_no_note(boards: list[Board]) -> None:
     """A reader that copies half of the old and half of the new must not believe either."""
     owner, first, *_ = boards
     for call in ("all_reduce([128, 128])", "all_reduce([128, 384])"):
-        with first.note("WORLD", members=ALL, call=call):
+        with standing(first, "WORLD", members=ALL, call=call):
             pass
     old, new = (owner.find(0, "WORLD", sequence) for sequence in (1, 2))
     assert old is not None
@@ -100,6 +109,6 @@ def test_a_note_that_is_being_rewritten_is_no_note(boards: list[Board]) -> None:
 
 def test_hundreds_of_members_fit(boards: list[Board]) -> None:
     _, first, *_ = boards
-    with first.note("WORLD", members=[0] * 500, call="x"):
+    with standing(first, "WORLD", members=[0] * 500, call="x"):
         assert first.current(0).call == "x"
         assert first.current(0).members == [0] * 32
