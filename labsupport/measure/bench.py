@@ -176,25 +176,47 @@ def bench_on_this_rank(
     """The part that runs on every rank, torch.distributed being up; every rank gets all rows."""
     device = "cpu" if dist.get_backend() != "nccl" else f"cuda:{torch.cuda.current_device()}"
     rows = [
-        _bench_one(collective, size_bytes, device, budget_s)
+        row
         for collective in collectives
-        for size_bytes in sizes_bytes
+        for row in _bench_sizes(collective, sizes_bytes, device, budget_s)
     ]
     return CollectiveTable(
         rows=tuple(rows), backend=dist.get_backend(), device=device.split(":")[0]
     )
 
 
-def _bench_one(
-    collective: Collective, size_bytes: int, device: str, budget_s: float
-) -> CollectiveRow:
-    case = collective.prepare(size_bytes, device)
+def _bench_sizes(
+    collective: Collective, sizes_bytes: Sequence[int], device: str, budget_s: float
+) -> list[CollectiveRow]:
+    """Rows of one collective. Every round times a block of each size.
+
+    Going round, instead of from size to size, spreads a slow second of the machine over all sizes,
+    where the medians can ignore it.
+    """
+    cases = [collective.prepare(size_bytes, device) for size_bytes in sizes_bytes]
+    calls = [_calls_a_block(case, device, budget_s) for case in cases]
+    blocks_s: list[list[float]] = [[] for _ in cases]
+    for _ in range(BLOCKS):
+        for case, count, times_s in zip(cases, calls, blocks_s, strict=True):
+            times_s.append(_slowest(_block(case, calls=count, device=device), device))
+    return [
+        _row(collective, case, count, times_s)
+        for case, count, times_s in zip(cases, calls, blocks_s, strict=True)
+    ]
+
+
+def _calls_a_block(case: Case, device: str, budget_s: float) -> int:
+    """How many calls fit into a block, after the result has been checked once."""
     case.run()
     case.check()
     case.clear()
     once_s = _slowest(_block(case, calls=1, device=device), device)
-    calls = max(1, min(MOST_CALLS_A_BLOCK, int(budget_s / BLOCKS / once_s)))
-    blocks_s = [_slowest(_block(case, calls=calls, device=device), device) for _ in range(BLOCKS)]
+    return max(1, min(MOST_CALLS_A_BLOCK, int(budget_s / BLOCKS / once_s)))
+
+
+def _row(
+    collective: Collective, case: Case, calls: int, blocks_s: Sequence[float]
+) -> CollectiveRow:
     time_s, world_size = median(blocks_s), dist.get_world_size()
     return CollectiveRow(
         collective=collective.name,
