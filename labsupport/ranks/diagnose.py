@@ -21,6 +21,7 @@ from labsupport.ranks.errors import (
 )
 
 TOGETHER_S = 0.02
+ALIKE_S = 2.0
 ENDED = "  (it had ended the cell)"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -206,9 +207,23 @@ def _is_own_failure(share: Share) -> bool:
 
 
 def _first(cell: Cell, failed: list[int]) -> int:
-    """The rank that failed first; of those that failed together, the lowest."""
-    first = min(_when(cell.shares[rank]) for rank in failed)
-    return min(rank for rank in failed if _when(cell.shares[rank]) <= first + TOGETHER_S)
+    """The rank that failed first; of those that failed together, or alike soon after, the lowest.
+
+    Where all ranks make the same mistake, which of them the scheduler let run first tells nothing.
+    """
+    first = min(failed, key=lambda rank: _when(cell.shares[rank]))
+    begun = _when(cell.shares[first])
+
+    def counts(rank: int) -> bool:
+        later_s = _when(cell.shares[rank]) - begun
+        alike = _told(cell.shares[rank]) == _told(cell.shares[first])
+        return later_s <= (ALIKE_S if alike else TOGETHER_S)
+
+    return min(rank for rank in failed if counts(rank))
+
+
+def _told(share: Share) -> tuple[str, str] | None:
+    return (share.error["ename"], share.error["evalue"]) if share.error else None
 
 
 def _when(share: Share) -> float:

@@ -54,6 +54,13 @@ def test_the_first_failing_rank_comes_first(two: Ranks) -> None:
     two.execute("assert kept == 5")  # the ranks went on with their variables
 
 
+def test_of_ranks_that_fail_alike_the_lowest_is_told(two: Ranks) -> None:
+    code = "import time\nif rank == 0: time.sleep(0.3)\nraise ValueError('the same')"
+    assert fails(two, RankError, code, within_s=3).rank == 0
+    code = "import time\nif rank == 0: time.sleep(0.3)\nraise ValueError(rank)"
+    assert fails(two, RankError, code, within_s=3).rank == 1
+
+
 def test_all_ranks_fail_alike(two: Ranks) -> None:
     error = fails(two, RankError, "{}['missing']", within_s=2)
     assert error.rank == 0
