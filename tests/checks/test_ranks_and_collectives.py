@@ -91,6 +91,8 @@ def test_all_gather(ranks: Ranks) -> None:
     assert check.all_gather(stub, ranks).status == "blank"
     assert "not in rank order" in check.all_gather(in_order_of_arrival, ranks).hint
     assert "from send and recv" in check.all_gather(by_the_library, ranks).hint
+    mixed = check.all_gather(lambda piece: [piece, None, "x", piece], ranks)
+    assert mixed.status == "not yet"  # a wrong answer never raises
     assert "1 pieces" in check.all_gather(lambda piece: [piece], ranks).hint
     assert "entry 0" in check.all_gather(lambda piece: [piece + 100] * 4, ranks).hint
 
