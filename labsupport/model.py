@@ -41,6 +41,24 @@ class TokenLoss(NamedTuple):
         return self.sum / self.num_tokens.clamp(min=1)
 
 
+def token_loss(logits: Tensor, labels: Tensor) -> TokenLoss:
+    """Summed loss and count of valid tokens, of logits (batch, seq, vocab), labels (batch, seq).
+
+    `labels[:, i]` is the token after `input_ids[:, i]` (transformers shifts inside, this does not);
+    where it is IGNORE_INDEX the token is left out. To get the gradient of the mean over a *global*
+    batch, add the counts of all ranks first and divide the sums by that.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} must match the logits' {tuple(logits.shape)}, "
+            f"for example {tuple(logits.shape[:-1])}"
+        )
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return TokenLoss(sum=total, num_tokens=(labels != IGNORE_INDEX).sum())
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, computed in fp32 (Zhang and Sennrich, 2019)."""
 
@@ -136,27 +154,30 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the stream (batch, seq, hidden)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config)
         self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, h: Tensor, rotary: Rotary) -> Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), rotary)
-        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        h = h + self.dropout(self.self_attn(self.input_layernorm(h), rotary))
+        out: Tensor = h + self.dropout(self.mlp(self.post_attention_layernorm(h)))
         return out
 
 
 class Decoder(nn.Module):
     """Embedding, blocks, last norm: token ids (batch, seq) -> (batch, seq, hidden)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, dropout=dropout) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -174,10 +195,10 @@ class Llama(nn.Module):
     Built under `torch.device("meta")` it only counts; call `init_weights` once it has memory.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = Decoder(config, dropout=dropout)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -219,25 +240,8 @@ class Llama(nn.Module):
         return logits
 
     def token_loss(self, input_ids: Tensor, labels: Tensor) -> TokenLoss:
-        """Summed loss and count of valid tokens; both arguments (batch, seq), int64.
-
-        `labels[:, i]` is the token after `input_ids[:, i]` (transformers shifts inside, this does
-        not); where it is IGNORE_INDEX the token is left out. To get the gradient of the mean over
-        a *global* batch, add the counts of all ranks first and divide the sums by that.
-        """
-        if labels.shape != input_ids.shape:
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)} must match input_ids, "
-                f"for example {tuple(input_ids.shape)}"
-            )
-        logits = self(input_ids)  # (batch, seq, vocab)
-        total = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
-        return TokenLoss(sum=total, num_tokens=(labels != IGNORE_INDEX).sum())
+        """`token_loss` of this model's logits; both arguments (batch, seq), int64."""
+        return token_loss(self(input_ids), labels)
 
     def loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Mean loss over the valid tokens of this batch, in nats."""
