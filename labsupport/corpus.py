@@ -88,7 +88,7 @@ def tokenize_cached(
     """
     if vocab_size < SMALLEST_VOCAB_SIZE:
         raise ValueError(f"{vocab_size=} must be at least {SMALLEST_VOCAB_SIZE}, for example 2048")
-    sha256 = hashlib.sha256(json.dumps(list(documents)).encode()).hexdigest()
+    sha256 = text_sha256(documents)
     folder = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     file = folder / f"tokens-{sha256[:16]}-{vocab_size}-{tokenizers.__version__}.npz"
     try:
@@ -103,6 +103,11 @@ def tokenize_cached(
     except OSError as error:
         warnings.warn(f"tokens are not cached in {folder}: {error}", stacklevel=2)
         return _build(documents, vocab_size=vocab_size, sha256=sha256)
+
+
+def text_sha256(documents: Sequence[str]) -> str:
+    """Hash of a text and of where its documents end."""
+    return hashlib.sha256(json.dumps(list(documents)).encode()).hexdigest()
 
 
 def default_cache_dir() -> Path:

@@ -15,9 +15,11 @@ uninterrupted one would. The text is the documentation that comes with every Pyt
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from labsupport.corpus import (
     VOCAB_SIZE,
     python_documentation,
     read_text,
+    text_sha256,
     tokenize_cached,
 )
 
@@ -78,6 +81,15 @@ class Corpus:
     """All but the end of the text."""
     validation_tokens: Tensor = field(repr=False)
     """The end of the text, never in a training batch."""
+    bos_token: str = BOS_TOKEN
+    """Opens a document."""
+    eos_token: str = EOS_TOKEN
+    """Ends a document."""
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """Hash of the tokenizer: two with the same one give the same ids."""
+        return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
 
     @property
     def tokens(self) -> Tensor:
@@ -91,17 +103,17 @@ class Corpus:
 
     @property
     def bos_id(self) -> int:
-        """Token that opens a document."""
-        return self.tokenizer.get_vocab()[BOS_TOKEN]
+        """Number of `bos_token`."""
+        return self.tokenizer.get_vocab()[self.bos_token]
 
     @property
     def eos_id(self) -> int:
-        """Token that ends a document."""
-        return self.tokenizer.get_vocab()[EOS_TOKEN]
+        """Number of `eos_token`."""
+        return self.tokenizer.get_vocab()[self.eos_token]
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids, without BOS and EOS."""
-        return self.tokenizer.encode(text).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Token ids to text, without BOS and EOS."""
@@ -129,7 +141,7 @@ class Corpus:
             )
         first = step * global_batch_size
         epochs = range(first // total, (first + global_batch_size - 1) // total + 1)
-        order = [sample for epoch in epochs for sample in _shuffled(total, seed=seed, epoch=epoch)]
+        order = [sample for epoch in epochs for sample in shuffled(total, seed=seed, epoch=epoch)]
         return order[first % total :][:global_batch_size]
 
     def batch(
@@ -203,15 +215,58 @@ def load_corpus(
     """
     if not 0 < validation_fraction < 1:
         raise ValueError(f"{validation_fraction=} must lie between 0 and 1, for example 0.1")
-    documents = python_documentation() if path is None else [read_text(path)]
+    name, documents = _documents(path)
     text = tokenize_cached(documents, vocab_size=vocab_size, cache_dir=cache_dir)
     tokens = torch.from_numpy(text.tokens).long()
+    train, held_out = _split(tokens, validation_fraction, name=name)
+    return Corpus(name, text.sha256, text.tokenizer, train, held_out)
+
+
+def encode_corpus(
+    tokenizer: Tokenizer, *, bos_token: str, eos_token: str, path: str | Path | None = None
+) -> Corpus:
+    """The same text in the tokens of a model that exists already; a tenth is held out.
+
+    Raises ValueError for a file that is missing, empty, too short or not text, and for special
+    tokens that the tokenizer does not know.
+    """
+    name, documents = _documents(path)
+    vocabulary = tokenizer.get_vocab()
+    for kind, token in (("bos_token", bos_token), ("eos_token", eos_token)):
+        if token not in vocabulary:
+            raise ValueError(
+                f"{kind}={token!r} is not in the tokenizer's vocabulary; name one that is, for "
+                f"example {tokenizer.id_to_token(0)!r}"
+            )
+    bos, eos = vocabulary[bos_token], vocabulary[eos_token]
+    # Some tokenizers put BOS before every text by themselves: not twice.
+    texts = tokenizer.encode_batch(documents, add_special_tokens=False)
+    tokens = torch.tensor([token for text in texts for token in (bos, *text.ids, eos)])
+    train, held_out = _split(tokens, 0.1, name=name)
+    sha256 = text_sha256(documents)
+    return Corpus(name, sha256, tokenizer, train, held_out, bos_token, eos_token)
+
+
+def _documents(path: str | Path | None) -> tuple[str, list[str]]:
+    """Name and chapters of the text."""
+    if path is None:
+        return "pydoc_data.topics", python_documentation()
+    return str(path), [read_text(path)]
+
+
+def _split(tokens: Tensor, validation_fraction: float, *, name: str) -> tuple[Tensor, Tensor]:
+    """All but the end of the text, and the end; each must hold something to predict."""
     cut = round(len(tokens) * (1 - validation_fraction))
-    name = "pydoc_data.topics" if path is None else str(path)
-    return Corpus(name, text.sha256, text.tokenizer, tokens[:cut], tokens[cut:])
+    if min(cut, len(tokens) - cut) < 2:
+        raise ValueError(
+            f"data file {name!r} holds {len(tokens)} tokens, of which {validation_fraction=} "
+            f"leaves {len(tokens) - cut} to validate on; give a text of a thousand words or more"
+        )
+    return tokens[:cut], tokens[cut:]
 
 
-def _shuffled(total: int, *, seed: int, epoch: int) -> list[int]:
+def shuffled(total: int, *, seed: int, epoch: int) -> list[int]:
+    """0 … total - 1 in the order of `epoch`, the same on every machine."""
     order = list(range(total))
     random.Random(f"{seed}/{epoch}").shuffle(order)  # hashes the text: no two epochs share a stream
     return order

@@ -43,7 +43,7 @@ MAY_IMPORT["checks"] = (FLOOR_1 | FLOOR_2 | FLOOR_3 | {"train", "clinic"}) - {"w
 MAY_IMPORT["__main__"] = set(MAY_IMPORT)
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)  # the front door: it looks names up when first used
 # A file beside its room, and the names that `from labsupport import …` takes from a room.
-ROOM_OF_FILE = {"corpus": "data"}
+ROOM_OF_FILE = {"corpus": "data", "sampler": "data"}
 ROOM_OF_NAME = dict.fromkeys(("Ranks", "RankError", "RankDied", "RankTimeout"), "ranks")
 
 # Heavy or optional libraries, and the only files that may import them.

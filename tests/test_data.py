@@ -8,12 +8,13 @@ from collections import Counter
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from labsupport import corpus as corpus_module
 from labsupport.config import IGNORE_INDEX
 from labsupport.corpus import BOS_TOKEN, EOS_TOKEN, python_documentation, tokenize_cached
-from labsupport.data import Batch, load_corpus, pad_batch
+from labsupport.data import Batch, encode_corpus, load_corpus, pad_batch, shuffled
 
 SENTENCE = "Every rank reads its own part of the same text, and nobody reads a line twice. "
 
@@ -107,15 +108,11 @@ def test_order_repeats_by_seed_and_differs_by_seed(small):
 
 def test_order_is_pinned():
     """A change here would silently change every run that is resumed or compared."""
-    from labsupport.data import _shuffled
-
-    assert _shuffled(8, seed=0, epoch=0) == [0, 2, 1, 4, 6, 7, 3, 5]
+    assert shuffled(8, seed=0, epoch=0) == [0, 2, 1, 4, 6, 7, 3, 5]
 
 
 def test_seeds_and_epochs_do_not_share_a_stream():
-    from labsupport.data import _shuffled
-
-    orders = {tuple(_shuffled(50, seed=s, epoch=e)) for s in range(12) for e in range(12)}
+    orders = {tuple(shuffled(50, seed=s, epoch=e)) for s in range(12) for e in range(12)}
     assert len(orders) == 144
 
 
@@ -283,6 +280,43 @@ def test_files_that_are_no_text_are_refused_in_one_line(tmp_path, content, messa
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("*.npz"))
+
+
+def test_a_text_without_tokens_to_validate_on_is_refused(tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("a" * 2000)
+    with pytest.raises(ValueError, match=r"own\.txt' holds \d+ tokens, of which .* leaves \d"):
+        load_corpus(file, cache_dir=tmp_path)
+
+
+def test_a_given_tokenizer_is_used_with_its_own_special_tokens(cache, tmp_path):
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "rank": 3, "the": 4, "text": 5}
+    theirs = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
+    theirs.post_processor = processors.TemplateProcessing(  # as Llama's: BOS before every text
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    file = tmp_path / "own.txt"
+    file.write_text(SENTENCE * 20)
+    given = encode_corpus(theirs, bos_token="<s>", eos_token="</s>", path=file)
+    assert (given.bos_id, given.eos_id, given.vocab_size) == (0, 1, 6)
+    assert given.tokens[:4].tolist() == [0, 2, 3, 2]
+    assert (given.tokens == 0).sum() == (given.tokens == 1).sum() == 1
+    assert given.encode("the rank") == [4, 3]
+    own = load_corpus(file, vocab_size=300, cache_dir=cache)
+    assert own.sha256 == given.sha256
+    assert own.tokenizer_sha256 != given.tokenizer_sha256
+    with pytest.raises(ValueError, match=r"bos_token='<x>' is not in .* for example '<s>'"):
+        encode_corpus(theirs, bos_token="<x>", eos_token="</s>", path=file)
+
+
+def test_a_copy_of_the_tokenizer_gives_the_same_tokens(small):
+    copy = Tokenizer.from_str(small.tokenizer.to_str())
+    names = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
+    again = encode_corpus(copy, **names, path=small.name)
+    assert torch.equal(again.tokens, small.tokens)
+    assert torch.equal(again.train_tokens, small.train_tokens)
+    assert again.tokenizer_sha256 == small.tokenizer_sha256
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "."])
