@@ -17,11 +17,11 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Set by a shell or a CI, it would keep figures out of notebooks.
 unexport MPLBACKEND
 
-.PHONY: help venv lab test lint notebooks site port
+.PHONY: help venv lab test test-gpu lint notebooks site port
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n "s/^\([a-z]*\):.*## /\1@/p" $(firstword $(MAKEFILE_LIST)) | awk -F @ '{printf "make %-10s %s\n", $$1, $$2}'
+	@sed -n "s/^\([a-z-]*\):.*## /\1@/p" $(firstword $(MAKEFILE_LIST)) | awk -F @ '{printf "make %-10s %s\n", $$1, $$2}'
 
 venv: ## build .venv, or bring it up to date, for the hardware of this machine
 	@command -v "$(PYTHON)" >/dev/null || { echo "make: there is no $(PYTHON) here; install Python 3.11 to 3.14, or name one: make lab PYTHON=/path/to/python3.12" >&2; exit 2; }
@@ -47,11 +47,14 @@ lab: port venv ## open JupyterLab on the notebooks (this machine only, token on)
 test: venv ## run every check: lint, unit tests, notebooks under nbval
 	@failed=; \
 	{ $(LINT); } || failed="$$failed lint"; \
-	$(IN_VENV) python -m pytest tests || failed="$$failed tests"; \
+	$(IN_VENV) python -m pytest tests --ignore tests/gpu || failed="$$failed tests"; \
 	$(IN_VENV) python -m pytest --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg \
 	  --nbval-cell-timeout 120 notebooks || failed="$$failed notebooks"; \
 	if [ -n "$$failed" ]; then echo "make test: failed:$$failed" >&2; exit 1; fi; \
 	echo "make test: lint, tests and notebooks passed"
+
+test-gpu: venv ## run the GPU suite on the GPUs of this machine, and keep what it measures in recorded/
+	@$(IN_VENV) python -m pytest tests/gpu --durations 5 --session-timeout 720
 
 lint: venv ## ruff (rules and format, notebooks too) and a strict type check of labsupport
 	$(LINT)

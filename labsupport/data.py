@@ -19,7 +19,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -267,9 +267,14 @@ def _split(tokens: Tensor, validation_fraction: float, *, name: str) -> tuple[Te
 
 def shuffled(total: int, *, seed: int, epoch: int) -> list[int]:
     """0 … total - 1 in the order of `epoch`, the same on every machine."""
+    return list(_order(total, seed, epoch))
+
+
+@lru_cache(maxsize=4)  # every step asks for it
+def _order(total: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(total))
     random.Random(f"{seed}/{epoch}").shuffle(order)  # hashes the text: no two epochs share a stream
-    return order
+    return tuple(order)
 
 
 def _check_rank(rank: int, world_size: int) -> None:

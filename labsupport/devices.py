@@ -5,7 +5,8 @@
     print(describe())                          # 2 CPU cores, no GPU
 
 The only module that asks whether CUDA exists. It asks `nvidia-smi`, a separate process, and reads
-torch's version file: nothing here imports torch (but `synchronize`) or starts CUDA in the caller.
+torch's version file: nothing here imports torch or starts CUDA in the caller, but `synchronize` and
+`compute_capability`, which are about a device in use.
 """
 
 from __future__ import annotations
@@ -233,6 +234,15 @@ def synchronize(device: Any) -> None:
         import torch
 
         torch.cuda.synchronize(device)
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """(9, 0) of an H100 that this process uses as `device`; None where `device` is no GPU here."""
+    if not str(device).startswith("cuda") or not gpu_count() or cuda_build() is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(device)
 
 
 def loopback_interface() -> str:

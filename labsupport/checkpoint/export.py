@@ -36,6 +36,7 @@ CHAT_TEMPLATE = (
 _WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
     *("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja"),
+    "manifest.json",  # the trainer puts it there: which run made this model
 )
 
 

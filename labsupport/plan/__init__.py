@@ -5,3 +5,24 @@ Standard library only: a plan can be made on a machine without torch. One file a
     from labsupport.plan import communication
     communication.ring_all_reduce(size_bytes=2**20, world_size=8).link_bytes     # 1835008.0
 """
+
+from labsupport.plan.compute import (
+    ParamCount,
+    TokenFlops,
+    count_params,
+    flops_per_token,
+    hfu,
+    mfu,
+)
+from labsupport.plan.memory import TrainingMemory, training_memory
+
+__all__ = [
+    "ParamCount",
+    "TokenFlops",
+    "TrainingMemory",
+    "count_params",
+    "flops_per_token",
+    "hfu",
+    "mfu",
+    "training_memory",
+]

@@ -25,6 +25,8 @@ PLUMBING = (
     "/asyncio/",
     "/traitlets/",
     "/torch/distributed/c10d_logger.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/",
     "/contextlib.py",
 )
 DUMPED_FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
@@ -83,4 +85,5 @@ def _short(filename: str) -> str:
     for marker in ("site-packages", "dist-packages", f"python{major}.{minor}"):
         if marker in path.parts:
             return "/".join(path.parts[path.parts.index(marker) + 1 :])
-    return filename
+    checkout = Path(__file__).parents[2]
+    return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else filename

@@ -1,0 +1,144 @@
+"""Is a GPU, alone or with others, the same as one CPU process? Loss and weights after three steps.
+
+SGD and fp32 without TF32: what differs is the order of additions. The oracle is `train_step` in one
+process on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from conftest import Machine
+
+from labsupport import Ranks
+from labsupport.config import ModelConfig, Recompute, TrainConfig
+from labsupport.data import Corpus, load_corpus
+from labsupport.model import Llama
+from labsupport.parallel.activation_checkpointing import checkpoint_activations
+from labsupport.train import build_optimizer, train_step
+from labsupport.train.precision import Precision
+
+MODEL = ModelConfig(
+    vocab_size=2048, hidden_size=64, intermediate_size=176, num_layers=3, num_heads=4,
+    num_kv_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+STEPS = 3
+GLOBAL_BATCH = 8
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "seq_len": 64, "steps": STEPS}
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def train_alone(
+    corpus: Corpus, *, device: str, recompute: str = "none", **settings: Any
+) -> Trained:
+    """Losses and weights, on the CPU, of one process on `device`."""
+    config = TrainConfig(**{**SGD, **settings}, activation_checkpointing=recompute)
+    precision = Precision.named(config.mixed_precision, device=device)
+    model = precision.prepare(Llama(MODEL)).to(device)
+    checkpoint_activations(model, Recompute.parse(recompute))
+    optimizer, scaler = build_optimizer(model, config), precision.grad_scaler()
+    losses = []
+    for step in range(config.steps):
+        batch = corpus.batch(step, seq_len=config.seq_len, global_batch_size=GLOBAL_BATCH)
+        result = train_step(
+            model,
+            optimizer,
+            batch.micro_batches(2),
+            config=config,
+            step=step,
+            precision=precision,
+            scaler=scaler,
+        )
+        losses.append(result.loss)
+    return losses, {name: value.float().cpu() for name, value in model.state_dict().items()}
+
+
+def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def oracle(corpus: Corpus) -> Trained:
+    return train_alone(corpus, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks(several: int) -> Iterator[Ranks]:
+    with Ranks(several) as pool:
+        yield pool
+
+
+def test_one_gpu_equals_the_cpu(machine: Machine, corpus: Corpus, oracle: Trained) -> None:
+    losses, weights = train_alone(corpus, device=machine.device)
+    assert losses == pytest.approx(oracle[0], abs=1e-4)
+    assert largest_difference(weights, oracle[1]) < 1e-4
+
+
+@pytest.mark.parametrize("recompute", ["full", "every-2", "selective", "offload"])
+def test_recomputation_changes_nothing(machine: Machine, corpus: Corpus, recompute: str) -> None:
+    if recompute == "offload" and machine.device == "cpu":
+        pytest.skip("a CPU has no other memory to offload to")
+    plain = train_alone(corpus, device=machine.device)
+    again = train_alone(corpus, device=machine.device, recompute=recompute)
+    assert again[0] == pytest.approx(plain[0], abs=1e-6)
+    assert largest_difference(again[1], plain[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp16", "fp8"])
+def test_half_precision_stays_near_fp32(machine: Machine, corpus: Corpus, name: str) -> None:
+    try:
+        Precision.named(name, device=machine.device)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    losses, _ = train_alone(corpus, device=machine.device, mixed_precision=name)
+    whole, _ = train_alone(corpus, device=machine.device)
+    assert losses == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["PerTensorDDP", "BucketedDDP", "OverlappedDDP", "ddp", "fsdp"]
+)
+def test_several_gpus_equal_one_process(ranks: Ranks, oracle: Trained, strategy: str) -> None:
+    for losses, weights in ranks.run(train_on_rank, strategy, deadline_s=120):
+        assert losses == pytest.approx(oracle[0], abs=1e-4)
+        assert largest_difference(weights, oracle[1]) < 1e-4
+
+
+def train_on_rank(strategy: str) -> Trained:
+    """One data-parallel rank; every rank returns all weights."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from labsupport.parallel import hand_ddp
+    from labsupport.parallel.ddp import data_parallel
+    from labsupport.parallel.fsdp import fully_sharded
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    corpus, config = load_corpus(), TrainConfig(**SGD)
+    plain = Llama(MODEL, seed=0 if rank == 0 else rank).to(device)  # rank 0's weights must win
+    wrap = {"ddp": data_parallel, "fsdp": fully_sharded}.get(strategy)
+    model = wrap(plain) if wrap else getattr(hand_ddp, strategy)(plain)
+    optimizer = build_optimizer(model, config)
+    losses = []
+    for step in range(STEPS):
+        batch = corpus.batch(
+            step,
+            seq_len=config.seq_len,
+            global_batch_size=GLOBAL_BATCH,
+            rank=rank,
+            world_size=world_size,
+        )
+        result = train_step(
+            model, optimizer, [batch], config=config, step=step, group=dist.group.WORLD
+        )
+        losses.append(result.loss)
+    inner = model if strategy == "fsdp" else model.module
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    weights = get_model_state_dict(inner, options=whole)
+    return losses, {name: value.detach().float().cpu() for name, value in weights.items()}

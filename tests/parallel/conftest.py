@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from labsupport import Ranks
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    """Two ranks that all tests of this folder share: every test leaves them usable."""
+    with Ranks(2, device="cpu", threads_per_rank=1, collective_timeout_s=10) as ranks:
+        yield ranks
