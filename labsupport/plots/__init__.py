@@ -15,6 +15,14 @@
 | what joins my ranks? | topology |
 | who reads what in a data-parallel step? | data_parallel_step |
 | do the curves coincide? | loss_curves |
+| where do the bytes of a step go? | memory_lifetimes, memory_timeline, memory_bars |
+| what hides a message, and what waits for one? | step_traces |
+| what is forgotten, and at what price? | activation_lifetimes, segment_peaks, operator_shares, |
+| | memory_against_time |
+| when do the buckets leave? | bucket_size |
+| what did the tokens buy? | by_tokens |
+| which numbers does a type have? | number_formats, number_line, running_sums |
+| what does a narrow type do in training? | scaler_trace, bytes_by_type, sum_errors, rates_by_type |
 """
 
 from labsupport.plots.bars import bytes_by_world_size, bytes_per_rank, route_bars
@@ -24,8 +32,11 @@ from labsupport.plots.curves import (
     latency_bandwidth_fit,
     loss_curves,
 )
+from labsupport.plots.gradient_sync import bucket_size
 from labsupport.plots.links import link_time
 from labsupport.plots.machine import topology
+from labsupport.plots.memory import memory_bars, memory_lifetimes, memory_timeline
+from labsupport.plots.number_formats import number_formats, number_line, running_sums
 from labsupport.plots.pictures import (
     all_gather,
     all_reduce,
@@ -37,19 +48,32 @@ from labsupport.plots.pictures import (
     scatter,
     send_recv,
 )
+from labsupport.plots.precision import bytes_by_type, rates_by_type, scaler_trace, sum_errors
+from labsupport.plots.recompute import (
+    activation_lifetimes,
+    memory_against_time,
+    operator_shares,
+    segment_peaks,
+)
 from labsupport.plots.replicas import data_parallel_step
 from labsupport.plots.ring import ring_step
 from labsupport.plots.routes import two_node_routes
 from labsupport.plots.style import LabFigure
+from labsupport.plots.tokens import by_tokens
+from labsupport.plots.trace import step_traces
 
 __all__ = [
     "LabFigure",
+    "activation_lifetimes",
     "algorithm_and_bus_bandwidth",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "bandwidth_curves",
     "broadcast",
+    "bucket_size",
+    "by_tokens",
+    "bytes_by_type",
     "bytes_by_world_size",
     "bytes_per_rank",
     "collectives_table",
@@ -58,11 +82,24 @@ __all__ = [
     "latency_bandwidth_fit",
     "link_time",
     "loss_curves",
+    "memory_against_time",
+    "memory_bars",
+    "memory_lifetimes",
+    "memory_timeline",
+    "number_formats",
+    "number_line",
+    "operator_shares",
+    "rates_by_type",
     "reduce_scatter",
     "ring_step",
     "route_bars",
+    "running_sums",
+    "scaler_trace",
     "scatter",
+    "segment_peaks",
     "send_recv",
+    "step_traces",
+    "sum_errors",
     "topology",
     "two_node_routes",
 ]
