@@ -13,9 +13,10 @@ once, and again when it is freed. What it *is* shows in how it is used:
         train_step(model, optimizer, batches, config=config, step=0)
     memory.timeline()                                   # a table; see memory_timeline.py
 
-It counts the bytes of tensors (on a GPU also what the allocator and the driver say), to the byte
-what torch.profiler counts, for programs that run eagerly; memory inside one kernel stays unseen. It
-costs some 50 µs an operation: half as long again for a step of the tiny model on a CPU.
+It counts the bytes of tensors, to the byte what torch.profiler counts on a CPU, for programs that
+run eagerly. Unseen are a kernel's workspace and the random state that checkpointing saves (5 KB a
+block). On a GPU the allocator and the driver are read besides. It costs some 50 µs an operation:
+half as long again for a step of the tiny model on a CPU.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def memory_bars(
         ),
     )
     widest = max(max(totals.values()), limit_bytes or 0) / size
-    for row, held in enumerate(bars.values()):
+    for row, (name, held) in enumerate(bars.items()):
         left = 0.0
         for category in used:
             width = held.get(category, 0) / size
@@ -205,7 +205,7 @@ def memory_bars(
                     left + width / 2, row, f"{width:.3g}", ha="center", va="center", color="white"
                 )
             left += width
-        axes.text(left + 0.012 * widest, row, f"{left:.4g}", ha="left", va="center")
+        axes.text(left + 0.012 * widest, row, f"{totals[name] / size:.4g}", ha="left", va="center")
     if limit_bytes is not None:
         axes.axvline(limit_bytes / size, color=INK, linewidth=1.4, linestyle="--")
     axes.set_yticks(range(len(bars)), list(bars))

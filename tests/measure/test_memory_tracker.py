@@ -146,7 +146,9 @@ def test_the_peak_is_that_of_the_profiler(recipe: str) -> None:
     ):
         held += event.nbytes()
         most = max(most, held)
-    assert peak == pytest.approx(most, rel=0.01)
+    # Checkpointing keeps the state of the random numbers, which passes by every operator.
+    unseen = CONFIG.num_layers * torch.get_rng_state().nbytes if "checkpoint" in recipe else 0
+    assert 0 <= most - peak <= unseen
     assert timeline.at("after", step=2).total_bytes == before.total_bytes  # nothing leaks
 
 
