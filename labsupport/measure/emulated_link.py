@@ -81,7 +81,7 @@ def emulated_link(*, bytes_per_s: float, latency_s: float = 0.0) -> Iterator[Non
         if tensor.is_cuda:
             return original(tensor, op, group, async_op)
         now = torch.tensor([time.monotonic()], dtype=torch.float64)
-        joined_work = original(now, dist.ReduceOp.MIN, group, async_op=True)
+        joined_work = original(now, dist.ReduceOp.MAX, group, async_op=True)
         work = original(tensor, op, group, async_op=True)
         n, size_bytes = dist.get_world_size(group), tensor.numel() * tensor.element_size()
         time_s = latency_s + 2 * (n - 1) / n * size_bytes / bytes_per_s
