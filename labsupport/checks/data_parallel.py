@@ -143,7 +143,7 @@ def accumulate(answer: Any, ranks: Ranks) -> Verdict:
             )
         if exchanges > 1:
             return not_yet(
-                f"right gradients, but exchanged {exchanges} times: DDP decides in its *forward* "
+                f"right gradients, but exchanged {exchanges} times: DDP decides in its forward "
                 "whether the backward will sync"
             )
     return right("The forward, too, belongs under no_sync.")

@@ -85,7 +85,7 @@ def memory_lifetimes() -> LabFigure:
         axes.fill_between(x, bottom, top, color=CATEGORY_COLOURS[name], alpha=0.8, linewidth=0)
     axes.set_yticks([5.3 - row for row in range(6)], list(_LIVES))
     axes.tick_params(axis="y", length=0)
-    names = ("forward", "backward", "clip, step", "zero_grad …")
+    names = ("forward", "backward", "update", "zero_grad")
     for quarter, name in enumerate(names):
         axes.axvline(quarter, color=QUIET, linewidth=0.8, linestyle=":")
         axes.text(quarter + 0.5, 6.0, name, ha="center", va="bottom", color=INK)
@@ -201,9 +201,10 @@ def memory_bars(
             width = held.get(category, 0) / size
             axes.barh(row, width, left=left, height=0.66, color=CATEGORY_COLOURS[category])
             if width > 0.075 * widest:
-                axes.text(
-                    left + width / 2, row, f"{width:.3g}", ha="center", va="center", color="white"
-                )
+                middle = left + width / 2
+                if limit_bytes and abs(middle - limit_bytes / size) < 0.04 * widest < width / 4:
+                    middle += 0.05 * widest  # not across the dashed line
+                axes.text(middle, row, f"{width:.3g}", ha="center", va="center", color="white")
             left += width
         axes.text(left + 0.012 * widest, row, f"{totals[name] / size:.4g}", ha="left", va="center")
     if limit_bytes is not None:

@@ -111,11 +111,10 @@ def number_line(*, name: str = "bf16", value: float = 0.1) -> LabFigure:
     if numbers[0] <= value <= numbers[-1]:
         axes.plot([value], [0], "o", color=INK, markersize=7)
         axes.plot([near], [0.5], "v", color=colour, markersize=9)
-    tail = f", {error:.2g} off" if math.isfinite(near) else ""
+    tail = f", {error:.2%} off" if math.isfinite(near) else ""
     axes.set_title(f"{value:.6g} in {name} {says}{tail}")
-    axes.set_xlabel(
-        f"numbers of {name} here: {form.spacing_at(value):.3g} apart from {near:.4g} on"
-    )
+    at = min(value, form.largest)
+    axes.set_xlabel(f"the numbers of {name} near {at:.4g}: {form.spacing_at(at):.3g} apart there")
     axes.set_ylim(-0.8, 0.9)
     axes.set_yticks([])
     ticks = numbers[:: max(1, len(numbers) // 3)]

@@ -138,6 +138,10 @@ def bytes_by_type(tables: Mapping[str, KeptTable]) -> LabFigure:
         handles=handles, frameon=False, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.02)
     )
     axes.set_title("Kept in memory, by type (measured from the tensors)")
+    order = "parts, from the left: " + ", ".join(wanted).replace(
+        "narrow copies of weights", "copies"
+    )
+    figure.supxlabel(order, fontsize=9, color=QUIET)
     return figure
 
 

@@ -177,7 +177,7 @@ def memory_against_time(
         axes.annotate(
             name,
             (ratio, size / factor),
-            xytext=(9, 7),
+            xytext=(9, -15 if i > 1 and i % 2 else 7),  # neighbours between the ends apart
             textcoords="offset points",
             color=INK,
         )

@@ -33,6 +33,7 @@ def test_gradients_with_known_noise() -> None:
 def test_the_scale_is_where_both_prices_are_twice_the_least() -> None:
     scale = NoiseScale(signal=2.0, noise=24.0)
     assert scale.steps_factor(12) == scale.samples_factor(12) == 2
+    assert (scale.steps_factor(24), scale.samples_factor(24)) == (1.5, 3)
     assert scale.learning_rate_factor(small=0.001, large=0.004) == pytest.approx(4, rel=1e-3)
     assert scale.learning_rate_factor(small=1e5, large=4e5) == pytest.approx(1, rel=1e-3)
 

@@ -40,13 +40,14 @@ def test_rounding_is_torchs(name: str, value: float, scale: int) -> None:
     assert FORMATS[name].round(value) == rounded
 
 
+@pytest.mark.parametrize("increment", [1e-4, 1e-3, 0.3, 0.25, 1.0])  # a power of 2 ends in a tie
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp8 e4m3", "fp8 e5m2"])
-def test_a_sum_stalls_where_it_is_said_to(name: str) -> None:
+def test_a_sum_stalls_where_it_is_said_to(name: str, increment: float) -> None:
     total = torch.zeros(()).to(DTYPES[name])
-    small = torch.tensor(1e-4).to(DTYPES[name])
-    for _ in range(10_000):
+    small = torch.tensor(increment).to(DTYPES[name])
+    for _ in range(5_000):
         total = (total.float() + small.float()).to(DTYPES[name])
-    assert total.float().item() == FORMATS[name].stalls_at(1e-4)
+    assert total.float().item() == FORMATS[name].stalls_at(increment)
 
 
 def test_values_worked_by_hand() -> None:
