@@ -16,10 +16,10 @@ def test_moving_the_bucket_draws_again() -> None:
     assert exposed == whole
 
 
-def test_every_choice_can_be_drawn() -> None:
+def test_the_outermost_choices_can_be_drawn() -> None:
     picture = bucket_size()
     for control in picture.controls.values():
-        for option in control.options:
+        for option in (control.options[0], control.options[-1]):
             control.value = option[1] if isinstance(option, tuple) else option
 
 
