@@ -39,7 +39,7 @@ def lost_update(weight: object, update: object) -> Verdict:
         return blank()
     try:
         w, u = float(weight), float(update)  # type: ignore[arg-type]
-    except Exception:
+    except (TypeError, ValueError, RuntimeError):
         return not_yet("two numbers are wanted")
     if not (math.isfinite(w) and math.isfinite(u)) or w == 0 or u == 0:
         return not_yet("both must be finite, and neither 0: a weight of 0 has room for any update")
@@ -60,7 +60,7 @@ def loss_scale(answer: object) -> Verdict:
         return blank()
     try:
         scale = float(answer)  # type: ignore[arg-type]
-    except Exception:
+    except (TypeError, ValueError, RuntimeError):
         return not_yet("a number is wanted")
     fp16 = FORMATS["fp16"]
     if not math.isfinite(scale) or scale <= 0:

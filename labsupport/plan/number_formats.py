@@ -63,14 +63,15 @@ class NumberFormat:
         return math.copysign(math.inf if self.has_infinity else self.largest, value)
 
     def stalls_at(self, increment: float) -> float:
-        """Where a sum of many equal increments stops to grow: half a step is more than they add.
+        """Where a sum of many equal increments stops to grow: they add half a step or less.
 
-        0 where the increment itself is rounded to 0.
+        Half a step is a tie, and a power of 2 is even. 0 where the increment is rounded to 0.
         """
-        if self.round(increment) == 0:
+        added = self.round(increment)
+        if added == 0:
             return 0.0
         power = self.smallest_normal
-        while self.spacing_at(power) / 2 <= increment:
+        while self.spacing_at(power) / 2 < added:
             power *= 2
         return power
 
