@@ -79,7 +79,7 @@ def _plan(config: ModelConfig, *, optimizer: str, recompute: str, **sizes: Any) 
 
 
 def _title(model: str, plan: TrainingMemory) -> str:
-    return f"{model}: {plan.num_params:,} parameters; fullest: {plan.peak.name}"
+    return f"{model}: {plan.num_params:,} parameters; fullest at: {plan.peak.name}"
 
 
 def _controls(offered: Mapping[str, tuple[Any, list[Any]]]) -> dict[str, Any]:
