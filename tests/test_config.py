@@ -193,7 +193,8 @@ def test_learning_rate_warms_up_then_falls_on_a_cosine():
         ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
         ({"optimizer": "lion"}, "choose one of adamw, sgd"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
-        ({"grad_clip": 0.0}, "grad_clip=0.0 must be positive or None"),
+        ({"adam_eps": float("inf")}, "adam_eps=inf must be positive"),
+        ({"grad_clip": 0.0}, "grad_clip=0.0 must be positive and finite, or None"),
         ({"min_learning_rate_ratio": 2.0}, "must lie in 0…1"),
     ],
 )

@@ -169,8 +169,9 @@ def _write_settings(
         },
     }
     for name, content in files.items():
-        (draft / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    (draft / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (draft / name).write_text(text, encoding="utf-8")
+    (draft / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(draft / "tokenizer.json"))
 
 

@@ -56,7 +56,10 @@ def load_hf(folder: str | Path) -> HfModel:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{str(index)!r} has no weight_map; {EXAMPLE}")
+        names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     weights: dict[str, Tensor] = {}
@@ -95,9 +98,9 @@ def _special_token(
         number = config.get(f"{name}_id")
         first = number[0] if isinstance(number, list) and number else number
         token = tokenizer.id_to_token(first) if isinstance(first, int) else None
-    if token is None or tokenizer.token_to_id(token) is None:
+    if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
         raise ValueError(f"{name}={token!r} is not in the vocabulary of the tokenizer; {EXAMPLE}")
-    return str(token)
+    return token
 
 
 def _read_json(file: Path) -> dict[str, Any]:

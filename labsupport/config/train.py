@@ -51,17 +51,20 @@ class TrainConfig:
         counts = ["micro_batch_size", "gradient_accumulation_steps", "seq_len", "steps"]
         at_least(1, **{name: getattr(self, name) for name in counts})
         at_least(0, seed=self.seed, warmup_steps=self.warmup_steps)
+        require(self.seed < 2**63, "seed", self.seed, "must be below 2**63", 0)
         one_of("optimizer", self.optimizer, Optimizer)
         rate, floor = self.learning_rate, self.min_learning_rate_ratio
         require(0 < rate < math.inf, "learning_rate", rate, "must be positive", 3e-3)
         require(0 <= floor <= 1, "min_learning_rate_ratio", floor, "must lie in 0…1", 0.1)
         decay, clip = self.weight_decay, self.grad_clip
-        require(decay >= 0, "weight_decay", decay, "must not be negative", 0.1)
-        require(clip is None or clip > 0, "grad_clip", clip, "must be positive or None", 1.0)
+        rule = "must not be negative or infinite"
+        require(0 <= decay < math.inf, "weight_decay", decay, rule, 0.1)
+        fine, rule = clip is None or 0 < clip < math.inf, "must be positive and finite, or None"
+        require(fine, "grad_clip", clip, rule, 1.0)
         betas, eps, drop, momentum = self.adam_betas, self.adam_eps, self.dropout, self.momentum
         fine = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         require(fine, "adam_betas", betas, "must be two numbers in 0…1", (0.9, 0.95))
-        require(eps > 0, "adam_eps", eps, "must be positive", 1e-8)
+        require(0 < eps < math.inf, "adam_eps", eps, "must be positive", 1e-8)
         require(0 <= momentum < 1, "momentum", momentum, "must be at least 0 and below 1", 0.9)
         require(0 <= drop < 1, "dropout", drop, "must be at least 0 and below 1", 0.1)
         one_of("mixed_precision", self.mixed_precision, MixedPrecision)

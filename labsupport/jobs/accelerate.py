@@ -41,7 +41,7 @@ def accelerate_launch(
     On the CPU the command needs --multi_gpu and ACCELERATE_USE_CPU: with --cpu it would start one
     process, however many are asked for, unless it finds MPI.
     """
-    check_job(program, num_processes, 1, None, deadline_s)
+    _check(program, num_processes, deadline_s)
     folder = _new_log_dir(log_dir)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--num_processes", str(num_processes), "--num_machines", "1"]
@@ -70,7 +70,7 @@ def notebook_launch(
     `function` may be defined in a cell. What it prints is shown, tagged by rank. Raises JobError
     with the traceback of the process that failed first, JobTimeout after `deadline_s`.
     """
-    check_job("labsupport.jobs", num_processes, 1, None, deadline_s)
+    _check("labsupport.jobs", num_processes, deadline_s)
     folder = _new_log_dir(None)
     (folder / "work.pkl").write_bytes(cloudpickle.dumps((function, args)))
     command = [sys.executable, "-m", "labsupport.jobs.forker", str(folder), str(num_processes)]
@@ -78,6 +78,14 @@ def notebook_launch(
     _run(command, folder, _LinesOnly(), num_processes, num_threads, env or {}, deadline_s)
     results = [folder / f"result{rank}.pkl" for rank in range(num_processes)]
     return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def _check(program: str, num_processes: int, deadline_s: float | None) -> None:
+    """As for `torchrun`, in the words of Accelerate."""
+    try:
+        check_job(program, num_processes, 1, None, deadline_s)
+    except ValueError as error:
+        raise ValueError(str(error).replace("nproc_per_node", "num_processes")) from None
 
 
 def _run(

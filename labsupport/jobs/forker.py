@@ -1,4 +1,6 @@
-"""The process that `accelerate.notebook_launcher` may fork: no threads of its own, no GPU touched.
+"""The process that `accelerate.notebook_launcher` may fork: fresh, and no GPU touched.
+
+Its one thread besides the main one only watches the owner; no child needs it.
 
     python -m labsupport.jobs.forker FOLDER NUM_PROCESSES       # by jobs.accelerate
 

@@ -124,7 +124,9 @@ class RunManifest:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as draft:
             draft.write(text)
         os.replace(draft.name, path)
         return path

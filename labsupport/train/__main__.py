@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     refusal = None
     try:
         request = read_request(argv, world_size=world_size)
-        from labsupport.train.folders import check_writable, folders_of
+        from labsupport.train.folders import check_apart, check_writable, folders_of
 
+        check_apart(request)
         check_writable(*folders_of(request))
         from labsupport.train.prepare import prepare
 

@@ -14,6 +14,7 @@ The model, the batches, the loss by valid tokens and the schedule are those of `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def train_with_accelerate(
     `accelerator` is an `accelerate.Accelerator` with the config's gradient_accumulation_steps.
     """
     run, k = TrainedRun(), config.gradient_accumulation_steps
+    largest = math.inf if config.grad_clip is None else config.grad_clip
     model, optimizer = accelerator.prepare(model, build_optimizer(model, config))
     for step, micro_batches in enumerate(batches):
         for group in optimizer.param_groups:
@@ -61,7 +63,7 @@ def train_with_accelerate(
                     loss = token_loss(logits, batch.labels.to(accelerator.device)).sum
                     accelerator.backward(loss * share)
                     if accelerator.sync_gradients:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), config.grad_clip)
+                        norm = accelerator.clip_grad_norm_(model.parameters(), largest)
                         run.gradients.append(whole_tensors(model, "grad"))
                         run.grad_norms.append(norm.item())
                     optimizer.step()

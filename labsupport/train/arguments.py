@@ -51,7 +51,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the work")
     add = group.add_argument
     add("--model", default="tiny", help="tiny, 15m, 125m, 1b, llama-3.1-8b, or HF folder")
-    add("--data", type=Path, metavar="FILE", help="UTF-8 text; without: Python's documentation")
+    add("--data", type=_path, metavar="FILE", help="UTF-8 text; without: Python's documentation")
     add("--seq-len", type=int, default=_TRAIN.seq_len, metavar="N", help="tokens of a sequence")
     size, accumulation = _TRAIN.micro_batch_size, _TRAIN.gradient_accumulation_steps
     add("--batch-size", type=int, default=size, metavar="N", help="micro batch of one rank")
@@ -118,14 +118,21 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is written").add_argument
     add(
         "--run-dir",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="manifest and metrics; without: the checkpoint's folder, or runs/TIME-…",
     )
-    add("--checkpoint-dir", type=Path, metavar="DIR", help="a checkpoint at the end")
-    add("--export-hf", type=Path, metavar="DIR", help="the model for transformers at the end")
+    add("--checkpoint-dir", type=_path, metavar="DIR", help="a checkpoint at the end")
+    add("--export-hf", type=_path, metavar="DIR", help="the model for transformers at the end")
     add("--log-every", type=int, default=1, metavar="N", help="print every N-th step")
     add("--json", action="store_true", help="one JSON object a line and step")
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~somebody
+        raise argparse.ArgumentTypeError(f"nobody has the home directory of {text!r}") from None
 
 
 def _norm(text: str) -> float | None:

@@ -34,11 +34,15 @@ def build_model(
 ) -> Llama:
     """A model on one rank: weights of `config.seed`, or those given, ready to be distributed.
 
-    Raises ValueError where the precision or the recomputation cannot be had on `device`.
+    Raises ValueError where the recomputation cannot be had on `device` or `weights` do not fit.
     """
     model = Llama(model_config, seed=config.seed, dropout=config.dropout)
     if weights is not None:
-        model.load_state_dict(Llama.from_hf_state_dict(model_config, weights).state_dict())
+        try:
+            loaded = Llama.from_hf_state_dict(model_config, weights)
+        except RuntimeError as error:  # torch's list of what is missing or of another shape
+            raise ValueError(f"the weights do not fit the model; {error}") from None
+        model.load_state_dict(loaded.state_dict())
     precision.prepare(model)
     model.to(device)
     checkpoint_activations(model, config.recompute)

@@ -22,12 +22,26 @@ def check_writable(*folders: Path) -> None:
     """Raise ValueError where a folder, or the nearest one above it that exists, refuses files."""
     for folder in folders:
         nearest = folder.expanduser().absolute()
-        while not nearest.exists():
+        while not os.path.exists(nearest):  # as Path.exists, but no error where we may not look
             nearest = nearest.parent
         if not nearest.is_dir():
             raise _refusal(folder, f"{nearest} is a file")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise _refusal(folder, f"{nearest} is not writable")
+
+
+def check_apart(request: Request) -> None:
+    """Raise ValueError where an export, which has its folder to itself, would find other files."""
+    if request.export_hf is None:
+        return
+    export = request.export_hf.expanduser()
+    for folder in (run_dir_of(request), request.checkpoint_dir):
+        if folder is not None and folder.expanduser().resolve().is_relative_to(export.resolve()):
+            raise ValueError(
+                f"export folder {str(request.export_hf)!r} would hold {str(folder)!r} of the same "
+                f"run, but an export has its folder to itself; name another, for example "
+                f"{str(request.export_hf / 'hf')!r}"
+            )
 
 
 def folders_of(request: Request) -> list[Path]:

@@ -75,6 +75,7 @@ def train(
     optimizer.register_step_pre_hook(lambda *_: run.gradients.append(whole_tensors(model, "grad")))
     device = next(model.parameters()).device
     precision = Precision.named(config.mixed_precision, device=str(device))
+    scaler = precision.grad_scaler()
     for step, micro_batches in enumerate(batches):
         with count_collective_bytes() as counted:
             result = train_step(
@@ -84,6 +85,7 @@ def train(
                 config=config,
                 step=step,
                 precision=precision,
+                scaler=scaler,
                 group=group,
             )
         run.exchanged_bytes = counted.gradient_bytes

@@ -151,9 +151,10 @@ def done_row(records: Sequence[StepRecord], speed: Speed) -> dict[str, Any]:
 def done_line(row: Mapping[str, Any], written: Mapping[str, str]) -> str:
     """The same for people."""
     files = ", ".join(f"{name} {path}" for name, path in written.items())
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
     return (
         f"done: {row['steps']} steps in {format_value(row['seconds'], 's')}, "
-        f"{row['tokens_per_second']:,.0f} tokens/s (median), loss {row['loss']}; {files}"
+        f"{row['tokens_per_second']:,.0f} tokens/s (median), loss {loss}; {files}"
     )
 
 

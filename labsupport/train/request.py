@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -129,8 +130,8 @@ def _train_config(given: argparse.Namespace, parallel: ParallelConfig) -> TrainC
 
 def _model(name: str) -> tuple[ModelConfig, Path | None]:
     """A named shape, or the shape in a folder's config.json."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if not os.path.isdir(folder):  # as Path.is_dir, but no error for a name that cannot be one
         try:
             return ModelConfig.named(name), None
         except ValueError as error:

@@ -84,7 +84,7 @@ def train_step(
         scaler=scaler,
         group=group,
     )
-    gradients = _gradients(optimizer)
+    gradients = _gradients(model, optimizer)
     loss_scale = scaler.get_scale() if scaler is not None else 1.0
     loss_sums, norm, num_tokens = _tell_all(
         loss_sum, gradient_norm(gradients), tokens.everywhere(), group=group
@@ -225,13 +225,15 @@ def _tell_all(
     return loss_sums, norm_of_all, round(numbers[2])
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in held if param.grad is not None]
-    if not gradients:
+    strangers = set(held) - set(model.parameters())
+    if strangers or not gradients:
+        found = f"{len(strangers)} of {len(held)} tensors of the optimizer are not the model's"
         raise ValueError(
-            "no parameter of the optimizer has a gradient; build it after the model is wrapped or "
-            "sharded, as in build_optimizer(model, config)"
+            f"{found if strangers else 'no parameter of the optimizer has a gradient'}; build it "
+            f"after the model is wrapped or sharded, as in build_optimizer(model, config)"
         )
     return gradients
 

@@ -1,7 +1,8 @@
 """Strategy × precision × accumulation × checkpointing × tied or not: each equals one process.
 
-120 combinations on 2 ranks. A test is one cell of the table without the strategy: all five are
-compared with one run of the oracle on each rank.
+150 combinations on 2 ranks. A test is one cell of the table without the strategy: all five are
+compared with one run of the oracle on each rank. Pure bf16 adds micro batches up in 8 bits, in
+another order on two ranks than on one: without accumulation it is equal too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ STRATEGIES: dict[str, Wrap] = {
     "fsdp": fully_sharded,  # with autocast around it, as DDP; fsdp's own bf16 is in test_fsdp.py
 }
 CELLS = list(product(("fp32", "bf16"), (1, 2), ("none", "full", "selective"), ("untied", "tied")))
+CELLS += [
+    ("fp16", 1, "none", "tied"),
+    ("fp16", 2, "full", "untied"),
+    ("fp8-emulated", 1, "selective", "untied"),
+    ("fp8-emulated", 2, "none", "tied"),
+    ("bf16-pure", 1, "none", "tied"),
+    ("bf16-pure", 1, "full", "untied"),
+]
 SMALLER = replace(PROOF_MODEL, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from labsupport.checkpoint import load_final
 from labsupport.config import TrainConfig
@@ -102,6 +103,20 @@ def test_checkpoint_and_export_and_training_on_from_the_export(
     batch = corpus.batch(0, seq_len=16, global_batch_size=2, seed=3)
     model = Llama.from_hf_state_dict(read_request([]).model, kept.model_state)
     assert after[0]["loss"] == pytest.approx(model.loss(batch.input_ids, batch.labels).item(), 1e-5)
+
+
+def test_a_folder_without_one_of_its_weights_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--steps", "1", "--export-hf", "hf", "--run-dir", "r"]) == 0
+    weights = load_file("hf/model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, "hf/model.safetensors")
+    capsys.readouterr()
+    assert main(["--model", "hf", *SMALL, "--run-dir", "r"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "weights do not fit the model; Error(s) in loading state_dict for Llama: Missing" in err
 
 
 def test_fsdp_in_one_process_gives_the_same_losses(

@@ -179,6 +179,10 @@ def test_what_cannot_be_a_step_is_refused() -> None:
     stale = build_optimizer(Llama(MODEL), CONFIG)  # of another model, as before sharding
     with pytest.raises(ValueError, match="after the model is wrapped or sharded"):
         train_step(model, stale, [batch_of([9])], config=CONFIG, step=0)
+    optimizer = build_optimizer(model, CONFIG)
+    model.model.layers[0] = Llama(MODEL).model.layers[0]  # a part is replaced, as by sharding it
+    with pytest.raises(ValueError, match="9 of 21 tensors of the optimizer are not the model's"):
+        train_step(model, optimizer, [batch_of([9])], config=CONFIG, step=0)
 
 
 # ---- not finite -------------------------------------------------------------------------------
