@@ -174,11 +174,13 @@ def memory_against_time(
     for i, (name, (size, ratio)) in enumerate(points.items()):
         colour = COLOURS[i % len(COLOURS)]
         axes.plot([ratio], [size / factor], "o", color=colour, markersize=9)
+        below = i % 2 == 1 and name not in ("none", "full")  # neighbours apart
         axes.annotate(
             name,
             (ratio, size / factor),
-            xytext=(9, -15 if i > 1 and i % 2 else 7),  # neighbours between the ends apart
+            xytext=(-9, -15) if below else (9, 7),
             textcoords="offset points",
+            ha="right" if below else "left",
             color=INK,
         )
     axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
