@@ -80,7 +80,7 @@ def kernel_states(lab: Lab) -> list[str]:
 
 
 def run_all(page: Page, lab: Lab, name: str) -> dict[str, Any]:
-    """Run every cell; done when the kernel has been idle for three looks in a row."""
+    """Run every cell; done when nothing waits and the kernel is idle, three looks in a row."""
     choose(page, "Edit", "Clear Outputs of All Cells")
     choose(page, "Run", "Run All Cells")
     first_prompt = page.locator(".jp-CodeCell .jp-InputPrompt").first
@@ -92,7 +92,8 @@ def run_all(page: Page, lab: Lab, name: str) -> dict[str, Any]:
             shown = page.locator(".jp-Dialog").all_inner_texts()
             pytest.fail(f"{name} did not end within {RUN_ALL_S} s; dialogs: {shown}")
         page.wait_for_timeout(1000)
-        idle = idle + 1 if set(kernel_states(lab)) == {"idle"} else 0
+        waiting = page.locator(".jp-InputPrompt", has_text="[*]").count()
+        idle = idle + 1 if set(kernel_states(lab)) == {"idle"} and not waiting else 0
     book = saved(page, lab, name)
     not_run = [
         number
