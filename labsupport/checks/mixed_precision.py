@@ -23,6 +23,9 @@ from labsupport.ranks import RankError, Ranks
 
 LARGEST_GRADIENT, SMALLEST_GRADIENT = 3e-4, 2e-9
 NUMBERS = 4096
+LARGEST_TRAFFIC = 4
+"""In and out of collectives, as a multiple of the tensor: two halves of an all-reduce handle 3 and
+1/n, a gather of everybody's whole tensor 1 and n."""
 DEADLINE_S = 30.0
 OPERATORS = {  # where each must compute, and what a wrong answer overlooks
     "matrix product": ("bf16", "its many sums are kept in fp32 inside; bf16 goes in and comes out"),
@@ -39,11 +42,13 @@ def lost_update(weight: object, update: object) -> Verdict:
         return blank()
     try:
         w, u = float(weight), float(update)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return not_yet("two numbers are wanted")
     if not (math.isfinite(w) and math.isfinite(u)) or w == 0 or u == 0:
         return not_yet("both must be finite, and neither 0: a weight of 0 has room for any update")
     wide, narrow = FORMATS["fp32"], FORMATS["bf16"]
+    if max(abs(w), abs(w + u)) > narrow.largest:
+        return not_yet(f"bf16 ends at {narrow.largest:.3g}; take smaller numbers")
     if narrow.round(w) != w:
         return not_yet(f"bf16 has no {w:g}; nearby it has {narrow.round(w):g}. Take that one")
     if narrow.round(w + u) != w:
@@ -60,7 +65,7 @@ def loss_scale(answer: object) -> Verdict:
         return blank()
     try:
         scale = float(answer)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return not_yet("a number is wanted")
     fp16 = FORMATS["fp16"]
     if not math.isfinite(scale) or scale <= 0:
@@ -88,10 +93,13 @@ def to_fp8(answer: object) -> Verdict:
     generator = torch.Generator().manual_seed(0)
     for size in (1.0, 1e4, 1e-6):
         x = torch.randn(256, generator=generator) * size
+        x[7] = -5 * size  # the largest is a negative one
         try:
             given = answer(x.clone())
             if is_blank(given):
                 return blank("The function still returns nothing: finish its last line.")
+            if not isinstance(given, tuple | list) or len(given) != 2:
+                return not_yet("two things are wanted: return data, scale")
             data, scale = given
             if data.dtype is not torch.float8_e4m3fn:
                 return not_yet(f"the data are {data.dtype}; torch.float8_e4m3fn is wanted")
@@ -113,8 +121,8 @@ def _fp8_hint(x: torch.Tensor, data: torch.Tensor, scale: float) -> str:
         return "" if largest == 448 else f"the largest becomes {largest:g}; e4m3 goes up to 448"
     if scale and (data / scale - x).norm() < 0.05 * x.norm():
         return "the scale is the wrong way round: data · scale has to give x back"
-    if largest == 448 and (data.abs() == 448).sum() > 2:
-        return "much of it is cut off at 448: scale it down first"
+    if largest == 448:
+        return "some is cut off at 448: bring the largest |x| (it may be negative) to 448 first"
     if largest < 1:
         return "nearly all of it is rounded away: scale it up first"
     return "data · scale does not give x back"
@@ -127,12 +135,18 @@ def stays_in_fp32(answer: object) -> Verdict:
     if not isinstance(answer, Mapping):
         return not_yet("a dict is wanted: operator -> 'bf16' or 'fp32'")
     for operator, (wanted, hint) in OPERATORS.items():
-        given = str(answer.get(operator, "")).strip().casefold()
+        given = _short_name(answer.get(operator, ""))
         if given not in ("bf16", "fp32"):
             return not_yet(f"{operator!r} needs 'bf16' or 'fp32'")
         if given != wanted:
             return not_yet(f"{operator!r}: {hint}")
     return right("long sums and small differences stay wide; autocast has the same list")
+
+
+def _short_name(given: object) -> str:
+    """'bf16' for 'bfloat16' and torch.bfloat16, 'fp32' likewise; else what was given."""
+    name = str(given).strip().casefold().removeprefix("torch.")
+    return {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(name, name)
 
 
 def narrow_all_reduce(answer: object, ranks: Ranks) -> Verdict:
@@ -146,25 +160,32 @@ def narrow_all_reduce(answer: object, ranks: Ranks) -> Verdict:
     except (RankError, TypeError) as error:
         return not_yet(str(error))
     twice = FORMATS["bf16"].rounding_error * math.sqrt(1 + 1 / ranks.world_size)
-    for rank, (off, sent) in enumerate(results):
+    for rank, (off, sent, dtype) in enumerate(results):
         if off is None:
             return blank("The function returns nothing yet.")
         if not off < 0.5:
             return not_yet(f"rank {rank} does not get the sum of all ranks' tensors")
         if not sent:
             return not_yet("right, but nothing went over torch.distributed?")
-        if sent != ["bfloat16"]:
-            return not_yet(f"{', '.join(sent)} travels; only bfloat16 may")
+        if set(sent) != {"bfloat16"}:
+            return not_yet(f"{', '.join(sorted(sent))} travels; only bfloat16 may")
         if off > 1.15 * twice:
             return not_yet(
                 f"only bf16 travels, but the error is {off:.2g}; with two roundings a number it "
                 f"would be {twice:.2g}: the sum itself has to be made in fp32"
             )
+        if sent["bfloat16"] >= LARGEST_TRAFFIC * NUMBERS:
+            return not_yet(
+                "narrow and right, but whole tensors go from every rank to every rank: no byte is "
+                "saved. Let each rank add up one piece of the sum"
+            )
+        if dtype != "float32":
+            return not_yet(f"right, but the sum comes back as {dtype}; return it in fp32")
     return right("half the bytes, and an error that no longer grows with the ranks")
 
 
-def _reduce_and_watch(answer: Callable[..., Any]) -> tuple[float | None, list[str]]:
-    """Relative error of the answer's sum on this rank, and the types that it sent."""
+def _reduce_and_watch(answer: Callable[..., Any]) -> tuple[float | None, dict[str, int], str]:
+    """Relative error of the answer's sum on this rank, numbers sent by type, the sum's type."""
     rank, n = dist.get_rank(), dist.get_world_size()
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -172,11 +193,12 @@ def _reduce_and_watch(answer: Callable[..., Any]) -> tuple[float | None, list[st
     with _types_sent() as sent:
         given = answer(terms[rank].float().to(device))
     if given is None or given is ...:
-        return None, []
+        return None, {}, ""
     exact = torch.stack(terms).sum(0)
     if not isinstance(given, torch.Tensor) or given.shape != exact.shape:
-        return math.inf, sorted(sent)
-    return ((given.cpu().double() - exact).norm() / exact.norm()).item(), sorted(sent)
+        return math.inf, sent, ""
+    off = ((given.cpu().double() - exact).norm() / exact.norm()).item()
+    return off, sent, str(given.dtype).removeprefix("torch.")
 
 
 def _term(rank: int) -> torch.Tensor:
@@ -187,25 +209,27 @@ def _term(rank: int) -> torch.Tensor:
 
 
 @contextmanager
-def _types_sent() -> Iterator[set[str]]:
-    """Inside: the types of all tensors that are handed to torch.distributed, by short name."""
-    sent: set[str] = set()
+def _types_sent() -> Iterator[dict[str, int]]:
+    """Inside: how many numbers of each type are handed to torch.distributed, in and out."""
+    sent: dict[str, int] = {}
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             if func.namespace == "c10d":
-                sent.update(_types(args))
+                for tensor in _tensors(args):
+                    name = str(tensor.dtype).removeprefix("torch.")
+                    sent[name] = sent.get(name, 0) + tensor.numel()
             return func(*args, **(kwargs or {}))
 
     with Watch():  # type: ignore[no-untyped-call]
         yield sent
 
 
-def _types(value: Any) -> Iterator[str]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield str(value.dtype).removeprefix("torch.")
+        yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _types(one)
+            yield from _tensors(one)

@@ -55,7 +55,7 @@ def number_formats() -> LabFigure:
     left.set_yticks(range(len(names)), names)
     right.set_xlim(-47, 52)
     right.set_xticks([-40, -20, 0, 20, 40], ["1e-40", "1e-20", "1", "1e20", "1e40"])
-    right.set_title("range (pale: fewer digits)", fontsize=9, fontweight="normal")
+    right.set_title("range, to the largest (pale: fewer digits)", fontsize=9, fontweight="normal")
     right.set_yticks(range(len(names)), [""] * len(names))
     for axes in (left, right):
         axes.set_ylim(len(names) - 0.4, -0.6)
@@ -82,7 +82,7 @@ def _range(axes: Any, form: NumberFormat, row: int) -> None:
     axes.barh(row, normal - least, left=least, height=0.5, color=colour, alpha=0.3)
     axes.barh(row, most - normal, left=normal, height=0.5, color=colour, alpha=0.9)
     axes.annotate(
-        f"{form.largest:.3g}",
+        f"{form.largest:,.0f}" if form.largest < 1e6 else f"{form.largest:.1e}".replace("+", ""),
         xy=(most, row),
         xytext=(3, 0),
         textcoords="offset points",

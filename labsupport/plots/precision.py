@@ -208,7 +208,7 @@ def rates_by_type(
                     axes.plot(ends, [best / 1e12] * 2, color=INK, linewidth=2)
     axes.set_xticks(range(len(rates)), list(rates))
     axes.set_ylabel("TFLOP/s")
-    axes.set_title("Published: matrix products (black line: best bf16 measured by others)")
+    axes.set_title("Published: dense matrix products (black line: best bf16 measured by others)")
     axes.legend(frameon=False, loc="upper left")
     axes.grid(axis="x", visible=False)
     return figure

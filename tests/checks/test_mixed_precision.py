@@ -28,6 +28,8 @@ def test_lost_update() -> None:
     assert "bf16 has no 0.1" in check.lost_update(0.1, 1e-5).hint
     assert check.lost_update("one", []).status == "not yet"
     assert check.lost_update(float("nan"), 1.0).status == "not yet"
+    assert "bf16 ends at" in check.lost_update(1e39, 1.0).hint
+    assert check.lost_update(10**400, 1.0).status == "not yet"
 
 
 def test_loss_scale() -> None:
@@ -40,6 +42,7 @@ def test_loss_scale() -> None:
     assert "power of two" in check.loss_scale(100_000).hint
     assert check.loss_scale("large").status == "not yet"
     assert check.loss_scale(-1).status == "not yet"
+    assert check.loss_scale(10**400).status == "not yet"
 
 
 def good_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,12 +62,23 @@ def test_to_fp8() -> None:
     assert "wrong way round" in turned.hint
     assert "float32" in check.to_fp8(lambda x: (x, 1.0)).hint
     assert "ZeroDivisionError" in check.to_fp8(lambda x: 1 / 0).hint
+    assert "return data, scale" in check.to_fp8(lambda x: good_fp8(x)[0]).hint
     assert check.to_fp8(3).status == "not yet"
+
+
+def test_to_fp8_by_the_largest_and_not_by_the_largest_magnitude() -> None:
+    def signed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = x.max() / 448
+        return (x / scale).to(torch.float8_e4m3fn), scale
+
+    assert "may be negative" in check.to_fp8(signed).hint
 
 
 def test_stays_in_fp32() -> None:
     right = {name: wanted for name, (wanted, _) in check.OPERATORS.items()}
     assert check.stays_in_fp32(right).is_right
+    torch_names = {name: {"bf16": torch.bfloat16}.get(w, "float32") for name, w in right.items()}
+    assert check.stays_in_fp32(torch_names).is_right
     assert check.stays_in_fp32({**right, "silu": ...}).status == "blank"
     assert "round 2" in check.stays_in_fp32({**right, "weight update": "bf16"}).hint
     assert "inside" in check.stays_in_fp32({**right, "matrix product": "fp32"}).hint
@@ -94,12 +108,22 @@ def narrow_sum(tensor: torch.Tensor) -> torch.Tensor:
     return narrow.float()
 
 
+def everything_to_everyone(tensor: torch.Tensor) -> torch.Tensor:
+    narrow = tensor.bfloat16()
+    arrived = [torch.empty_like(narrow) for _ in range(dist.get_world_size())]
+    dist.all_gather(arrived, narrow)
+    return torch.stack(arrived).float().sum(0)
+
+
 def test_narrow_all_reduce(ranks: Ranks) -> None:
     assert check.narrow_all_reduce(good_reduce, ranks).is_right
     assert check.narrow_all_reduce(..., ranks).status == "blank"
     assert check.narrow_all_reduce(lambda tensor: None, ranks).status == "blank"
     assert "float32 travels" in check.narrow_all_reduce(wide, ranks).hint
     assert "made in fp32" in check.narrow_all_reduce(narrow_sum, ranks).hint
+    assert "no byte is saved" in check.narrow_all_reduce(everything_to_everyone, ranks).hint
+    stays_narrow = check.narrow_all_reduce(lambda tensor: good_reduce(tensor).bfloat16(), ranks)
+    assert "return it in fp32" in stays_narrow.hint
     assert "does not get the sum" in check.narrow_all_reduce(lambda tensor: tensor, ranks).hint
     assert "does not get the sum" in check.narrow_all_reduce(lambda tensor: tensor[:3], ranks).hint
     assert "NameError" in check.narrow_all_reduce(lambda tensor: undefined, ranks).hint  # noqa: F821
