@@ -41,16 +41,20 @@ def epochs(answer: Any) -> Verdict:
 
     try:
         given, again = ids(EPOCHS), ids(EPOCHS)
-        lists = [list(epoch) for epoch in given] if given is not None else []
+        if is_blank(given):
+            return blank("The function returns nothing yet.")
+        outer, repeated = list(given), list(again)
+        if outer and all(isinstance(entry, int) for entry in outer):
+            return not_yet("one flat list of ids: a list of lists is wanted, one for each epoch")
+        lists = [list(epoch) for epoch in outer]
+        repeats = [list(epoch) for epoch in repeated] == lists
     except Exception as error:
         return not_yet(f"it raises {type(error).__name__}: {error}")
-    if given is None or given is ...:
-        return blank("The function returns nothing yet.")
     sampler, wanted = ShardedSampler(range(SAMPLES), rank=1, world_size=2, seed=0), []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         wanted.append(list(sampler))
-    if lists == wanted and [list(epoch) for epoch in again] == wanted:
+    if lists == wanted and repeats:
         return right("Another order each epoch, the same one in each run.")
     if len(lists) == EPOCHS and all(epoch == lists[0] for epoch in lists):
         return not_yet("every epoch has the same order: who tells the sampler which epoch it is?")
@@ -86,7 +90,10 @@ def sampler(answer: Any) -> Verdict:
     if not callable(answer):
         return not_yet("a function is wanted")
     try:
-        drawn = [[list(answer(rank, 4, epoch)) for rank in range(4)] for epoch in range(2)]
+        given = [[answer(rank, 4, epoch) for rank in range(4)] for epoch in range(2)]
+        if any(is_blank(ids) for ranks in given for ids in ranks):
+            return blank("The function returns nothing yet.")
+        drawn = [[[int(sample) for sample in ids] for ids in ranks] for ranks in given]
     except Exception as error:
         return not_yet(f"it raises {type(error).__name__}: {error}")
     for epoch, ranks in enumerate(drawn):
@@ -94,6 +101,9 @@ def sampler(answer: Any) -> Verdict:
         if lengths != {SAMPLES // 4}:
             return not_yet(f"4 ranks get {sorted(lengths)} samples each; {SAMPLES // 4} is fair")
         everything = [sample for ids in ranks for sample in ids]
+        unknown = sorted(set(everything) - set(range(SAMPLES)))
+        if unknown:
+            return not_yet(f"epoch {epoch}: {unknown} are not ids: they go from 0 to {SAMPLES - 1}")
         missing = sorted(set(range(SAMPLES)) - set(everything))
         if missing:
             doubled = sorted(s for s in set(everything) if everything.count(s) > 1)
@@ -119,6 +129,8 @@ def bucket(answer: Any, ranks: Ranks) -> Verdict:
             return blank("Nothing is sent yet.")
         if abs(factor - world_size) < 1e-3:
             return not_yet(f"rank {rank} holds the sum, {world_size} times the mean")
+        if worst > 1e-6 and factor == factor:  # NaN: no common factor
+            return not_yet(f"rank {rank} holds {factor:.2f} times the mean: divided by what?")
         if worst > 1e-6:
             return not_yet(
                 f"on rank {rank} the gradients are not the mean: the result has to go back into "
@@ -162,7 +174,7 @@ def _try_on_ranks(check: Callable[..., Any], answer: Any, ranks: Ranks) -> Any:
 
 
 def _average(answer: Any) -> tuple[float, float, int]:
-    """Largest distance to the mean, the mean's factor, and the number of messages."""
+    """Largest distance to the mean, the factor that all share (or NaN), the number of messages."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     mine = [torch.randn(shape, generator=generator).to(_device()) for shape in SHAPES]
     wanted = [tensor.clone() for tensor in mine]
@@ -170,10 +182,13 @@ def _average(answer: Any) -> tuple[float, float, int]:
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
     with count_collective_bytes() as counted:
-        answer(mine)
+        answer(list(mine))  # a list of its own: what counts is what happens to the tensors
+    if any(a.shape != b.shape for a, b in zip(mine, wanted, strict=True)):
+        return float("inf"), float("nan"), counted.calls
     worst = max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True))
-    factor = float(mine[0].flatten()[0] / wanted[0].flatten()[0])
-    return worst, factor, counted.calls
+    ratios = torch.cat([(a / b).flatten() for a, b in zip(mine, wanted, strict=True)])
+    is_common = bool((ratios - ratios[0]).abs().max() < 1e-3 * ratios[0].abs())
+    return worst, float(ratios[0]) if is_common else float("nan"), counted.calls
 
 
 def _accumulate_and_count(answer: Any) -> tuple[float, int]:

@@ -41,6 +41,8 @@ def test_epochs() -> None:
     late = check.epochs(lambda s, epochs: good_orders(s, epochs + 1)[1:])
     assert "which number goes to set_epoch" in late.hint
     assert "TypeError" in check.epochs(list).hint
+    assert check.epochs(lambda sampler, epochs: [... for _ in range(epochs)]).status == "blank"
+    assert "one for each epoch" in check.epochs(lambda sampler, epochs: list(sampler)).hint
 
 
 def test_largest_world_size() -> None:
@@ -63,6 +65,10 @@ def own_shuffle(rank: int, world_size: int, epoch: int) -> list[int]:
     return order[: 20 // world_size]
 
 
+def forgets_to_return(rank: int, world_size: int, epoch: int) -> None:
+    good_ids(rank, world_size, epoch)
+
+
 def test_sampler() -> None:
     assert check.sampler(...).status == "blank"
     assert check.sampler(good_ids).is_right
@@ -72,6 +78,10 @@ def test_sampler() -> None:
     assert "same order" in check.sampler(lambda rank, n, epoch: good_ids(rank, n, 0)).hint
     assert "is fair" in check.sampler(lambda rank, n, epoch: list(range(20))).hint
     assert "shuffled" in check.sampler(lambda rank, n, e: sorted(good_ids(rank, n, e))).hint
+    assert check.sampler(lambda rank, n, e: torch.tensor(good_ids(rank, n, e))).is_right
+    assert check.sampler(forgets_to_return).status == "blank"
+    from_one = check.sampler(lambda rank, n, e: [i + 1 for i in good_ids(rank, n, e)])
+    assert "[20] are not ids" in from_one.hint
 
 
 def flat_mean(gradients: list[Tensor], divide: bool = True) -> None:
@@ -95,6 +105,24 @@ def flat_only(gradients: list[Tensor]) -> None:
     dist.all_reduce(flat)
 
 
+def by_the_list(gradients: list[Tensor]) -> None:
+    flat_mean(gradients, divide=False)
+    for gradient in gradients:
+        gradient /= len(gradients)
+
+
+def into_the_list(gradients: list[Tensor]) -> None:
+    """New tensors in the list; those that it held are as before."""
+    flat_mean(new := [gradient.clone() for gradient in gradients])
+    gradients[:] = new
+
+
+def other_shapes(gradients: list[Tensor]) -> None:
+    flat_mean(gradients)
+    for gradient in gradients:
+        gradient.data = gradient.data.flatten()
+
+
 def test_bucket(ranks: Ranks) -> None:
     assert check.bucket(..., ranks).status == "blank"
     assert check.bucket(lambda gradients: 1, ranks).status == "blank"
@@ -102,6 +130,9 @@ def test_bucket(ranks: Ranks) -> None:
     assert "2 times the mean" in check.bucket(lambda g: flat_mean(g, divide=False), ranks).hint
     assert "3 messages" in check.bucket(one_each, ranks).hint
     assert "has to go back" in check.bucket(flat_only, ranks).hint
+    assert "0.67 times the mean" in check.bucket(by_the_list, ranks).hint
+    assert "has to go back" in check.bucket(into_the_list, ranks).hint
+    assert "own shapes" in check.bucket(other_shapes, ranks).hint
     assert "NameError" in check.bucket(lambda g: undefined, ranks).hint  # type: ignore[name-defined]  # noqa: F821
 
 
