@@ -125,7 +125,10 @@ def segment_peaks(
 
 @styled
 def operator_shares(rows: Sequence[Operator]) -> LabFigure:
-    """Three bars: each operator's share of the bytes kept, of the FLOPs, and of the time."""
+    """Three bars: each operator's share of the bytes kept, of the FLOPs, and of the time.
+
+    Operators that keep nothing are grey.
+    """
     bars: dict[str, list[float]] = {
         "bytes kept": [row.kept_bytes for row in rows],
         "FLOPs": [row.flops for row in rows],
@@ -138,7 +141,7 @@ def operator_shares(rows: Sequence[Operator]) -> LabFigure:
         left = 0.0
         for i, (row, value) in enumerate(zip(rows, values, strict=True)):
             share = value / sum(values)
-            colour = COLOURS[i % len(COLOURS)]
+            colour = COLOURS[i % len(COLOURS)] if row.kept_bytes else QUIET
             axes.barh([y], [share], left=[left], color=colour, alpha=0.75, edgecolor="white")
             if share > 0.09:
                 axes.text(left + share / 2, y, row.operator, ha="center", va="center", fontsize=9)

@@ -72,8 +72,12 @@ def _draw(
         )
         extra = flops.recompute_flops / flops.training_flops
         bars[f"{mode}, +{extra:.0%} FLOPs"] = plan.bytes_of
-    return plots.memory_bars(
+    figure = plots.memory_bars(
         bars,
         limit_bytes=memory_gb * 1e9,
         title=f"{model}, {micro_batch_size} × {seq_len:,} tokens: predicted peak of a step",
     )
+    for total in figure.axes[0].texts:
+        if total.get_horizontalalignment() == "left":  # beside its bar; the dashed line may cross
+            total.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
+    return figure

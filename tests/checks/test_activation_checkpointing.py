@@ -24,6 +24,8 @@ def test_best_segment() -> None:
     assert "inputs of the segments" in check.best_segment(best, 4.25).hint
     assert "computed again" in check.best_segment(best, 3).hint
     assert "one input a segment" in check.best_segment(best, 10.25).hint
+    assert "an input takes 64 MiB" in check.best_segment(best, 116).hint
+    assert check.best_segment(None, None).status == "blank"
 
 
 def test_flash_attention() -> None:
@@ -32,6 +34,8 @@ def test_flash_attention() -> None:
     assert "of one head" in check.flash_attention(0.125, 1, 0.25).hint
     assert "2 bytes" in check.flash_attention(8, 1, 0.25).hint
     assert "fp32" in check.flash_attention(4, 0.5, 0.25).hint
+    assert "MiB or GiB" in check.flash_attention(4096, 1, 0.25).hint
+    assert "of the 4 before" in check.flash_attention(4, 1, 1).hint
     assert "on top" in check.flash_attention(4, 1, 1.25).hint
     assert not check.flash_attention("much", 1, 0.25).is_right
 
@@ -60,6 +64,7 @@ def test_choose_operators() -> None:
     assert "for 100 MiB: it can be done with 0.2 GFLOP" in told
     assert "frees 128 MiB only" in check.choose_operators(lambda o, b: {"norms"}).hint
     assert "'norm' is not one" in check.choose_operators(lambda o, b: {"norm"}).hint
+    assert "keys of" in check.choose_operators(lambda o, b: set(o.values())).hint
     assert "a set of names" in check.choose_operators(lambda o, b: "norms").hint
     assert "ZeroDivisionError" in check.choose_operators(lambda o, b: 1 / 0).hint
     assert not check.choose_operators(7).is_right
@@ -75,6 +80,7 @@ def test_utilisation() -> None:
     assert "what the model needs" in check.utilisation(0.384, 0.384).hint
     assert "fewer tokens" in check.utilisation(0.4, 0.384).hint
     assert "that is MFU" in check.utilisation(0.32, 0.32).hint
+    assert "how much longer" in check.utilisation(0.4 / 1.2, 0.384).hint
     assert "a fraction" in check.utilisation(32, 38.4).hint
 
 
@@ -99,6 +105,17 @@ def test_best_run() -> None:
     ("wrong", "hint"),
     [
         (lambda f, p, room, kept: ("full", int(room / kept * 10)), "largest batch"),
+        (lambda f, p, room, kept: ("none", int(room / kept)), "ten times the batch"),
+        (lambda f, p, room, kept: "full", "a pair is wanted"),
+        (lambda f, p, room, kept: run(f, p, room, kept)[::-1], "mode comes first"),
+        (lambda f, p, room, kept: ("full", room / kept * 10), "whole number"),
+        (
+            lambda f, p, room, kept: max(
+                (("none", int(room / kept)), ("full", int(10 * room / kept))),
+                key=lambda one: one[1] / (1.25 if one[0] == "full" else 1) / (f + p * one[1]),
+            ),
+            "not `fixed_s`",
+        ),
         (
             lambda f, p, room, kept: (
                 ("none", int(room / kept)) if room > kept else ("full", int(10 * room / kept))
