@@ -77,7 +77,7 @@ def test_lines_for_people(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "tiny, 1,311,872 parameters: ddp × 1, fp32, batch 2 × 1 × 1 = 2 sequences of 16 tokens; "
     )
     numbers = r"step +\d  loss \d\.\d{4}  lr \S+  \|g\| \d+\.\d+  [\d,]+ tokens/s"
-    assert all(re.fullmatch(numbers + "  process RSS .* MiB", line) for line in steps)
+    assert all(re.fullmatch(numbers + "  process RSS .* [MG]iB", line) for line in steps)
     assert [line.split()[1] for line in steps] == ["0", "2", "4"]
     assert last.startswith("done: 5 steps in ")
     assert last.endswith("run_dir mine")
