@@ -10,8 +10,9 @@
 
 In one process (`group=None`) this is the oracle. As one data-parallel rank, `model` is a wrapper
 that averages gradients over `group` (DDP, FSDP2, those of labsupport.parallel); the sums of a rank
-are multiplied by the number of ranks first, so that the average of sums is the global sum. The
-ranks then decide together whether to step: a NaN on one skips the step on all.
+are multiplied by the number of ranks first, so that the average of sums is the global sum. One
+small message after the backward pass tells all how many tokens counted, and whether all is finite:
+a NaN on one rank skips the step on all.
 """
 
 from __future__ import annotations
@@ -73,11 +74,9 @@ def train_step(
     Raises ValueError for no micro batch on this rank (one of padding will do), on all ranks for a
     global batch without a valid token, and for an optimizer that holds other tensors than `model`.
     """
-    tokens = TokenCount(micro_batches, device=_device(model), group=group)
     loss_sum = accumulate_gradients(
         model,
         micro_batches,
-        tokens=tokens,
         config=config,
         step=step,
         precision=precision,
@@ -86,24 +85,27 @@ def train_step(
     )
     gradients = _gradients(model, optimizer)
     loss_scale = scaler.get_scale() if scaler is not None else 1.0
+    tokens_here = sum(batch.num_tokens for batch in micro_batches)
     loss_sums, norm, num_tokens = _tell_all(
-        loss_sum, gradient_norm(gradients), tokens.everywhere(), group=group
+        loss_sum, gradient_norm(gradients), tokens_here, group=group
     )
     if num_tokens == 0:
         raise ValueError("the global batch has no valid token; at least one label must count")
+    # The backward pass divided by the tokens of a full batch; only now all know how many counted.
+    scale = loss_scale * num_tokens / full_batch_tokens(config, group=group)
     finite = all(math.isfinite(number) for number in (*loss_sums, norm))
     learning_rate = config.learning_rate_at(step)
     if finite:
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate
-        clip_gradients(gradients, norm=norm, scale=loss_scale, largest=config.grad_clip)
+        clip_gradients(gradients, norm=norm, scale=scale, largest=config.grad_clip)
         optimizer.step()
     if scaler is not None:
         adapt_scale(scaler, overflowed=not finite)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         loss=sum(loss_sums) / num_tokens,
-        grad_norm=norm / loss_scale,
+        grad_norm=norm / scale,
         learning_rate=learning_rate,
         num_tokens=num_tokens,
         skipped=not finite,
@@ -112,31 +114,17 @@ def train_step(
     )
 
 
-class TokenCount:
-    """Valid tokens of the global batch: added up over the ranks while they run their forward."""
-
-    def __init__(
-        self, micro_batches: Sequence[Batch], *, device: torch.device, group: Group | None = None
-    ) -> None:
-        here = sum(batch.num_tokens for batch in micro_batches)
-        self._count = torch.tensor(here, device=device)
-        self._work: dist.Work | None = None
-        if group is not None:  # 8 bytes: every rank gets the sum
-            self._work = dist.all_reduce(self._count, group=group, async_op=True)
-
-    def everywhere(self) -> Tensor:
-        """The sum over all ranks, an int64 scalar on the device."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._count
+def full_batch_tokens(config: TrainConfig, *, group: Group | None = None) -> int:
+    """Valid tokens of a global batch without padding: what every rank knows before it starts."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    sequences = config.micro_batch_size * config.gradient_accumulation_steps * ranks
+    return sequences * config.seq_len
 
 
 def accumulate_gradients(
     model: nn.Module,
     micro_batches: Sequence[Batch],
     *,
-    tokens: TokenCount,
     config: TrainConfig,
     step: int,
     precision: Precision | None = None,
@@ -145,13 +133,14 @@ def accumulate_gradients(
 ) -> Tensor:
     """Forward and backward of every micro batch; returns this rank's summed loss, a fp64 scalar.
 
-    Afterwards the gradients are those of the global mean (times the scaler's scale), on all ranks.
-    Ranks exchange them once, in the backward pass of the last micro batch.
+    Afterwards the gradients are those of all ranks' loss sums over `full_batch_tokens` (times the
+    scaler's scale), on all ranks. They are exchanged once, in the last micro batch's backward pass.
     """
     if not micro_batches:
         raise ValueError("this rank has no micro batch; give every rank one, if only of padding")
     device, total = _device(model), torch.zeros((), dtype=torch.float64, device=_device(model))
     world_size = 1 if group is None else dist.get_world_size(group)
+    factor = world_size / full_batch_tokens(config, group=group)  # ranks are averaged
     for i, batch in enumerate(micro_batches):
         if config.dropout:
             seed_dropout(config.seed, step=step, rank=_rank(group), micro_batch=i)
@@ -160,7 +149,7 @@ def accumulate_gradients(
                 logits = model(batch.input_ids.to(device, non_blocking=True))
             loss = token_loss(logits, batch.labels.to(device, non_blocking=True)).sum
             del logits  # the graph of the loss keeps what the backward pass needs of it
-            share = loss * world_size / tokens.everywhere().clamp(min=1)  # ranks are averaged
+            share = loss * factor
             scaled = share if scaler is None else scaler.scale(share)
             scaled.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -207,13 +196,13 @@ def _synchronised(model: Any, *, now: bool) -> Iterator[None]:
 
 
 def _tell_all(
-    loss_sum: Tensor, norm: Tensor, num_tokens: Tensor, *, group: Group | None
+    loss_sum: Tensor, norm: Tensor, tokens_here: int, *, group: Group | None
 ) -> tuple[list[float], float, int]:
-    """Loss sum of every rank, largest norm that any sees, tokens: what all decide by, alike.
+    """Loss sum of every rank, largest norm that any sees, all tokens: what all decide by, alike.
 
     Norms are equal on all ranks unless one is NaN, and then the result is NaN.
     """
-    here = torch.stack((loss_sum, norm.double(), num_tokens.double()))
+    here = torch.stack((loss_sum, norm.double(), loss_sum.new_tensor(tokens_here)))
     if group is None:
         numbers = here.tolist()
     else:
@@ -222,7 +211,7 @@ def _tell_all(
         numbers = gathered.tolist()
     loss_sums, norms = numbers[::3], numbers[1::3]
     norm_of_all = math.nan if any(map(math.isnan, norms)) else max(norms)
-    return loss_sums, norm_of_all, round(numbers[2])
+    return loss_sums, norm_of_all, round(sum(numbers[2::3]))
 
 
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -82,15 +82,15 @@ def no_broadcast() -> AbstractContextManager[None]:
 
 
 def own_tokens_only() -> AbstractContextManager[None]:
-    """Each rank divides by its own number of tokens, and the means are averaged."""
-    right = step_module.TokenCount
+    """Each rank divides by its own number of tokens."""
+    right = step_module._tell_all
 
-    def local(micro_batches: Any, *, device: Any, group: Any = None) -> Any:
-        count = right(micro_batches, device=device)
-        count._count *= 1 if group is None else dist.get_world_size(group)
-        return count
+    def local(loss_sum: Any, norm: Any, tokens_here: int, *, group: Any) -> Any:
+        loss_sums, norm_of_all, _ = right(loss_sum, norm, tokens_here, group=group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        return loss_sums, norm_of_all, tokens_here * ranks
 
-    return replaced(step_module, "TokenCount", local)
+    return replaced(step_module, "_tell_all", local)
 
 
 def no_sync_forgotten() -> AbstractContextManager[None]:
