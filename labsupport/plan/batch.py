@@ -30,8 +30,8 @@ class NoiseScale:
 
     @property
     def batch(self) -> float:
-        """noise / signal, in samples; infinite where no signal was left to see."""
-        return self.noise / self.signal if self.signal > 0 else math.inf
+        """noise / signal, in samples; infinite where no signal was left to see, 0 without noise."""
+        return max(0.0, self.noise) / self.signal if self.signal > 0 else math.inf
 
     def steps_factor(self, batch: float) -> float:
         """Steps to a given loss, in multiples of the fewest that any batch needs: 1 + scale / B."""
@@ -39,7 +39,7 @@ class NoiseScale:
 
     def samples_factor(self, batch: float) -> float:
         """Samples to a given loss, in multiples of the fewest of any batch: 1 + B / scale."""
-        return 1 + batch / self.batch
+        return 1 + batch / self.batch if self.batch else math.inf
 
     def learning_rate_factor(self, *, small: float, large: float) -> float:
         """How much higher the best rate of SGD is at the batch `large` than at `small`.

@@ -55,3 +55,11 @@ def test_what_cannot_be_estimated_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         noise_scale(small, large, small_batch=batches[0], large_batch=batches[1])
+
+
+def test_an_estimate_without_noise_is_no_error() -> None:
+    quiet = noise_scale([4.0, 4.0], [4.1, 4.1], small_batch=4, large_batch=8)
+    assert quiet.noise < 0
+    assert quiet.batch == 0
+    assert quiet.steps_factor(8) == 1
+    assert quiet.samples_factor(8) == math.inf
