@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labsupport.checks import Verdict, blank, is_blank, not_yet, number, right
+from labsupport.checks.on_ranks import try_on_ranks
 from labsupport.measure.collective_bytes import count_collective_bytes
 from labsupport.parallel.ddp import data_parallel
-from labsupport.ranks import RankError, Ranks
+from labsupport.ranks import Ranks
 from labsupport.sampler import ShardedSampler
 
 NOISE_SCALE, TOKENS_A_RANK, MOST_READ = 20_000, 2_048, 1.5
@@ -120,7 +121,7 @@ def sampler(answer: Any) -> Verdict:
 
 def bucket(answer: Any, ranks: Ranks) -> Verdict:
     """`mean_in_one_message(gradients)` leaves the ranks' mean in each, by one all-reduce."""
-    results = _try_on_ranks(_average, answer, ranks)
+    results = try_on_ranks(_average, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
     world_size = ranks.world_size
@@ -143,7 +144,7 @@ def bucket(answer: Any, ranks: Ranks) -> Verdict:
 
 def accumulate(answer: Any, ranks: Ranks) -> Verdict:
     """`accumulate(model, micro_batches, loss_of)` leaves the mean gradient, exchanged once."""
-    results = _try_on_ranks(_accumulate_and_count, answer, ranks)
+    results = try_on_ranks(_accumulate_and_count, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
     for rank, (worst, exchanges) in enumerate(results):
@@ -159,18 +160,6 @@ def accumulate(answer: Any, ranks: Ranks) -> Verdict:
                 "whether the backward will sync"
             )
     return right("The forward, too, belongs under no_sync.")
-
-
-def _try_on_ranks(check: Callable[..., Any], answer: Any, ranks: Ranks) -> Any:
-    """Results of `check(answer)` on every rank, or the verdict on a stub and on what it raised."""
-    if is_blank(answer):
-        return blank()
-    if not callable(answer):
-        return not_yet("a function is wanted")
-    try:
-        return ranks.run(check, answer, deadline_s=DEADLINE_S)
-    except (RankError, TypeError) as error:  # TypeError: it cannot be sent to the ranks
-        return not_yet(str(error))
 
 
 def _average(answer: Any) -> tuple[float, float, int]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from labsupport.checks import Verdict, blank, is_blank, not_yet, number, right
+from labsupport.checks.on_ranks import try_on_ranks
 from labsupport.measure.sent import count_sent_bytes
 from labsupport.plan.traffic import all_to_all_sent_bytes
-from labsupport.ranks import RankError, Ranks
+from labsupport.ranks import Ranks
 
 MIB = 2**20
 PIECE = 1000
@@ -61,7 +61,7 @@ def order_matters(a: object, b: object, c: object) -> Verdict:
 
 def swap(answer: Any, ranks: Ranks) -> Verdict:
     """`swap(tensor, partner)` gives what the partner sent, on pairs of neighbours."""
-    results = _try_on_ranks(_swap_with_partner, answer, ranks)
+    results = try_on_ranks(_swap_with_partner, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
     for rank, (mine, given, partners) in enumerate(results):
@@ -76,7 +76,7 @@ def swap(answer: Any, ranks: Ranks) -> Verdict:
 
 def all_gather(answer: Any, ranks: Ranks) -> Verdict:
     """`my_all_gather(piece)` gives the list of all pieces, sending at most n - 1 of them."""
-    results = _try_on_ranks(_all_gather_beside_library, answer, ranks)
+    results = try_on_ranks(_all_gather_beside_library, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
     most = (ranks.world_size - 1) * PIECE * 4
@@ -100,7 +100,7 @@ def all_gather(answer: Any, ranks: Ranks) -> Verdict:
 
 def tree_broadcast(answer: Any, ranks: Ranks) -> Verdict:
     """`tree_broadcast(tensor)` fills every rank's tensor with rank 0's in log2(n) rounds."""
-    results = _try_on_ranks(_broadcast_and_count, answer, ranks)
+    results = try_on_ranks(_broadcast_and_count, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
     rounds = math.ceil(math.log2(ranks.world_size))
@@ -119,20 +119,6 @@ def tree_broadcast(answer: Any, ranks: Ranks) -> Verdict:
         "log2(n) rounds beat n - 1 for small messages; for large ones a ring of chunks "
         "keeps every link busy."
     )
-
-
-def _try_on_ranks(check: Callable[..., Any], answer: Any, ranks: Ranks) -> Any:
-    """Results of `check(answer)` on every rank, or the verdict on a stub and on what it raised."""
-    if is_blank(answer):
-        return blank()
-    if not callable(answer):
-        return not_yet("a function is wanted")
-    try:
-        return ranks.run(check, answer, deadline_s=DEADLINE_S)
-    except RankError as error:
-        return not_yet(str(error))
-    except TypeError as error:  # it uses something that cannot be sent to the ranks
-        return not_yet(str(error))
 
 
 def _swap_with_partner(answer: Any) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ over micro batches and clipped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from labsupport.config import IGNORE_INDEX, ModelConfig, TrainConfig
 from labsupport.data import Batch
 from labsupport.measure.collective_bytes import count_collective_bytes
 from labsupport.model import Llama
-from labsupport.parallel.activation_checkpointing import checkpoint_activations
+from labsupport.train.assemble import build_model
 from labsupport.train.optimizer import build_optimizer
 from labsupport.train.precision import Precision
 from labsupport.train.step import train_step
@@ -58,9 +58,8 @@ def build(
     model: ModelConfig, config: TrainConfig, *, seed: int, device: torch.device | str = "cpu"
 ) -> Llama:
     """The model with its precision and recomputation, not yet wrapped."""
-    built = Llama(model, seed=seed, dropout=config.dropout)
-    Precision.named(config.mixed_precision, device=str(device)).prepare(built)
-    return checkpoint_activations(built.to(device), config.recompute)
+    precision = Precision.named(config.mixed_precision, device=str(device))
+    return build_model(model, replace(config, seed=seed), precision=precision, device=device)
 
 
 def train(

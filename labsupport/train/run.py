@@ -44,7 +44,6 @@ MANIFEST, METRICS = "manifest.json", "metrics.jsonl"
 def run(prepared: Prepared) -> None:
     """Train to the end and write what was asked for. Every rank calls it."""
     request, config = prepared.request, prepared.request.config
-    manifest = manifest_of(prepared)
     with process_group(prepared) as group:
         model = distribute(prepared.model, request.parallel, precision=prepared.precision)
         optimizer = build_optimizer(model, config)
@@ -53,8 +52,9 @@ def run(prepared: Prepared) -> None:
         )
         if prepared.rank != 0:
             deque(records, maxlen=0)
-            save(prepared, model, optimizer, manifest)
+            save(prepared, model, optimizer)
             return
+        manifest = manifest_of(prepared)
         manifest.write(prepared.run_dir / MANIFEST)
         size = request.parallel.data_parallel_size
         speed = speed_of(request.model, config, device=prepared.device, world_size=size)
@@ -111,9 +111,15 @@ def manifest_of(prepared: Prepared) -> RunManifest:
 
 
 def save(
-    prepared: Prepared, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: RunManifest
+    prepared: Prepared,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: RunManifest | None = None,
 ) -> dict[str, str]:
-    """Write checkpoint and export, where asked for; every rank gives its shards to rank 0."""
+    """Write checkpoint and export, where asked for; every rank gives its shards to rank 0.
+
+    Rank 0 has the manifest, and writes.
+    """
     request, corpus = prepared.request, prepared.corpus
     written: dict[str, str] = {}
     if request.checkpoint_dir is None and request.export_hf is None:
@@ -121,7 +127,7 @@ def save(
     weights = full_state_dict(model)
     if request.checkpoint_dir is not None:
         moments = full_optimizer_state_dict(model, optimizer)
-        if prepared.rank == 0:
+        if manifest is not None:
             folder = request.checkpoint_dir.expanduser()
             manifest.write(folder / MANIFEST)
             written["checkpoint"] = str(
@@ -134,7 +140,7 @@ def save(
                     step=request.config.steps,
                 )
             )
-    if request.export_hf is not None and prepared.rank == 0:
+    if request.export_hf is not None and manifest is not None:
         folder = export_hf(
             weights,
             request.model,

@@ -15,12 +15,11 @@ from conftest import Machine, Record
 from labsupport.config import Recompute, TrainConfig
 from labsupport.data import Corpus
 from labsupport.measure.memory import MemoryTracker
-from labsupport.model import Llama
-from labsupport.parallel.activation_checkpointing import checkpoint_activations
 from labsupport.plan import training_memory
 from labsupport.results import measured, predicted
 from labsupport.train import build_optimizer, train_step
 from labsupport.train.precision import Precision
+from labsupport.train.proof_run import build
 
 CASES = [
     (precision, recompute)
@@ -54,8 +53,7 @@ def error_of(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if machine.device == "cuda" else 0
-    model = precision.prepare(Llama(machine.model)).to(machine.device)
-    checkpoint_activations(model, config.recompute)
+    model = build(machine.model, config, seed=0, device=machine.device)
     optimizer = build_optimizer(model, config)
     with MemoryTracker(model, optimizer) as memory:
         for step in range(config.steps):

@@ -14,12 +14,10 @@ import torch
 from conftest import Machine
 
 from labsupport import Ranks
-from labsupport.config import ModelConfig, Recompute, TrainConfig
+from labsupport.config import ModelConfig, TrainConfig
 from labsupport.data import Corpus, load_corpus
-from labsupport.model import Llama
-from labsupport.parallel.activation_checkpointing import checkpoint_activations
-from labsupport.train import build_optimizer, train_step
 from labsupport.train.precision import Precision
+from labsupport.train.proof_run import TrainedRun, build, train
 
 MODEL = ModelConfig(
     vocab_size=2048, hidden_size=64, intermediate_size=176, num_layers=3, num_heads=4,
@@ -36,24 +34,15 @@ def train_alone(
 ) -> Trained:
     """Losses and weights, on the CPU, of one process on `device`."""
     config = TrainConfig(**{**SGD, **settings}, activation_checkpointing=recompute)
-    precision = Precision.named(config.mixed_precision, device=device)
-    model = precision.prepare(Llama(MODEL)).to(device)
-    checkpoint_activations(model, Recompute.parse(recompute))
-    optimizer, scaler = build_optimizer(model, config), precision.grad_scaler()
-    losses = []
-    for step in range(config.steps):
-        batch = corpus.batch(step, seq_len=config.seq_len, global_batch_size=GLOBAL_BATCH)
-        result = train_step(
-            model,
-            optimizer,
-            batch.micro_batches(2),
-            config=config,
-            step=step,
-            precision=precision,
-            scaler=scaler,
-        )
-        losses.append(result.loss)
-    return losses, {name: value.float().cpu() for name, value in model.state_dict().items()}
+    batches = [
+        corpus.batch(step, seq_len=config.seq_len, global_batch_size=GLOBAL_BATCH).micro_batches(2)
+        for step in range(config.steps)
+    ]
+    return kept_of(train(build(MODEL, config, seed=0, device=device), batches, config=config))
+
+
+def kept_of(run: TrainedRun) -> Trained:
+    return run.losses, {name: value.float().cpu() for name, value in run.weights.items()}
 
 
 def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
@@ -111,7 +100,6 @@ def test_several_gpus_equal_one_process(ranks: Ranks, oracle: Trained, strategy:
 def train_on_rank(strategy: str) -> Trained:
     """One data-parallel rank; every rank returns all weights."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from labsupport.parallel import hand_ddp
     from labsupport.parallel.ddp import data_parallel
@@ -121,24 +109,10 @@ def train_on_rank(strategy: str) -> Trained:
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     corpus, config = load_corpus(), TrainConfig(**SGD)
-    plain = Llama(MODEL, seed=0 if rank == 0 else rank).to(device)  # rank 0's weights must win
+    plain = build(MODEL, config, seed=rank, device=device)  # rank 0's weights must win
     wrap = {"ddp": data_parallel, "fsdp": fully_sharded}.get(strategy)
     model = wrap(plain) if wrap else getattr(hand_ddp, strategy)(plain)
-    optimizer = build_optimizer(model, config)
-    losses = []
-    for step in range(STEPS):
-        batch = corpus.batch(
-            step,
-            seq_len=config.seq_len,
-            global_batch_size=GLOBAL_BATCH,
-            rank=rank,
-            world_size=world_size,
-        )
-        result = train_step(
-            model, optimizer, [batch], config=config, step=step, group=dist.group.WORLD
-        )
-        losses.append(result.loss)
-    inner = model if strategy == "fsdp" else model.module
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    weights = get_model_state_dict(inner, options=whole)
-    return losses, {name: value.detach().float().cpu() for name, value in weights.items()}
+    sizes = {"seq_len": config.seq_len, "global_batch_size": GLOBAL_BATCH}
+    place = {"rank": rank, "world_size": world_size}
+    batches = [[corpus.batch(step, **sizes, **place)] for step in range(STEPS)]
+    return kept_of(train(model, batches, config=config, group=dist.group.WORLD))
