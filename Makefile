@@ -17,7 +17,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Set by a shell or a CI, it would keep figures out of notebooks.
 unexport MPLBACKEND
 
-.PHONY: help venv lab test test-gpu lint notebooks site port
+.PHONY: help venv deepspeed lab test test-gpu lint notebooks site port
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,9 @@ help: ## list the targets
 venv: ## build .venv, or bring it up to date, for the hardware of this machine
 	@command -v "$(PYTHON)" >/dev/null || { echo "make: there is no $(PYTHON) here; install Python 3.11 to 3.14, or name one: make lab PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@"$(PYTHON)" deploy/install.py --venv .venv --hardware "$(HARDWARE)"
+
+deepspeed: venv ## add DeepSpeed for notebook 07, in .venv-deepspeed; .venv stays as it is
+	@$(BIN)/python deploy/install_deepspeed.py
 
 port:
 	@case "$(PORT)" in \

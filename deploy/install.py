@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -321,12 +321,16 @@ def main() -> int:
     target.add_argument("--python", type=Path, default=this, help="Python to install into")
     parser.add_argument("--hardware", default="auto", help="auto (default), cpu or gpu")
     args = parser.parse_args()
+    if args.venv:
+        return run_alone(lambda: build_venv(args.venv.absolute(), args.hardware))
+    return run_alone(lambda: install_into(args.python, args.hardware))
+
+
+def run_alone(work: Callable[[], None]) -> int:
+    """The exit code of a command that does `work`; what goes wrong is said in a line."""
     try:
         with one_at_a_time():
-            if args.venv:
-                build_venv(args.venv.absolute(), args.hardware)
-            else:
-                install_into(args.python, args.hardware)
+            work()
     except (InstallError, OSError, subprocess.CalledProcessError) as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

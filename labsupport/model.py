@@ -206,21 +206,21 @@ class Llama(nn.Module):
             self.init_weights(seed=seed)
 
     @torch.no_grad()
-    def init_weights(self, *, seed: int) -> None:
+    def init_weights(self, *, seed: int, put: Callable[..., object] = Tensor.copy_) -> None:
         """Normal weights of spread √(2 / 5·hidden), and 1 / √(2·layers) of that for o and down.
 
-        "Small init" of Nguyen and Salazar (2019), 0.02 at a width of 1000; what is added to the
-        stream is smaller, as in GPT-2. Drawn on the CPU: one seed gives one model on any device.
+        Nguyen and Salazar's "small init" (2019), and GPT-2's for what is added to the stream. One
+        whole parameter after the other is drawn on the CPU and `put(param, weights)` in its place.
         """
         generator = torch.Generator().manual_seed(seed)
         spread = math.sqrt(2 / (5 * self.config.hidden_size))
         for name, param in self.named_parameters():
-            if param.ndim == 1:
-                param.fill_(1.0)  # the weight of a norm
-                continue
             adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = spread / math.sqrt(2 * self.config.num_layers) if adds_to_stream else spread
-            param.copy_(torch.randn(param.shape, generator=generator, device="cpu") * std)
+            if param.ndim == 1:
+                put(param, torch.ones(param.shape, device="cpu"))  # the weight of a norm
+            else:
+                put(param, torch.randn(param.shape, generator=generator, device="cpu").mul_(std))
 
     def forward(self, input_ids: Tensor, *, positions: Tensor | None = None) -> Tensor:
         """Token ids (batch, seq) -> logits (batch, seq, vocab).

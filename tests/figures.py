@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from labsupport import plots, published
 from labsupport.config import ModelConfig
@@ -17,9 +18,12 @@ from labsupport.plan import training_memory
 from labsupport.plan.communication import fit_latency_bandwidth, predict, ring_all_reduce
 from labsupport.plan.gradient_sync import gradients_of
 from labsupport.plan.links import roads
+from labsupport.plan.parameter_shapes import shapes_of
 from labsupport.plan.recompute import segmented_peak_bytes
+from labsupport.plan.sharding import STAGES, shard
 from labsupport.plan.traffic import naive_all_reduce_sent_bytes, ring_all_reduce_sent_bytes
 from labsupport.plots import LabFigure
+from labsupport.widgets import tensor_parallel_link
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,21 @@ def _trace(*, overlapped: bool, num_ranks: int = 2) -> Trace:
     return Trace(tuple(spans))
 
 
+def _ladder(model: str, *world_sizes: int) -> dict[str, dict[int, Any]]:
+    shapes = shapes_of(ModelConfig.named(model))
+    return {
+        stage: {n: shard(shapes, stage=stage, world_size=n).fullest.bytes_of for n in world_sizes}
+        for stage in STAGES[:4]
+    }
+
+
+def _exchanges() -> dict[str, Any]:
+    shapes, sizes = shapes_of(ModelConfig.named("tiny")), {"world_size": 4}
+    plans = {stage: shard(shapes, stage=stage, **sizes) for stage in STAGES[:-1]}
+    plans["hsdp"] = shard(shapes, stage="hsdp", replicate_size=2, **sizes)
+    return {stage: plan.exchanges for stage, plan in plans.items()}
+
+
 S = 2**20
 FIGURES: dict[str, Callable[[], LabFigure]] = {
     "loss": lambda: plots.loss_curves({"1 process": _losses(), "2 ranks": _losses(1e-6)}),
@@ -268,6 +287,28 @@ FIGURES: dict[str, Callable[[], LabFigure]] = {
     "link_small": lambda: plots.link_time(
         roads()["ethernet-100"], ring_all_reduce, name="all_reduce", world_size=64, size_bytes=2**12
     ),
+    "sharding_stages": plots.sharding_stages,
+    "sharding_stages_8": lambda: plots.sharding_stages(world_size=8),
+    "sharding_ladder": lambda: plots.sharding_ladder(
+        _ladder("tiny", 1, 2, 4), measured=_ladder("tiny", 1, 2, 4)
+    ),
+    "sharding_ladder_limit": lambda: plots.sharding_ladder(
+        _ladder("llama-3.1-8b", 4, 8, 16, 32, 64), limit_bytes=80 * 2**30, title="8b"
+    ),
+    "exchanged_by_stage": lambda: plots.exchanged_by_stage(
+        _exchanges(), unit_bytes=5 * S, counted={"ddp": 7.5 * S}
+    ),
+    "weights_over_step": lambda: plots.weights_over_step(
+        {"freed": _made_up_step(), "kept": _made_up_step()}
+    ),
+    "split_matrices": plots.split_matrices,
+    "split_matrices_4": lambda: plots.split_matrices(world_size=4),
+    "split_heads": lambda: plots.split_heads(num_heads=4, num_kv_heads=2, world_size=4),
+    "split_heads_16": lambda: plots.split_heads(num_heads=16, num_kv_heads=4, world_size=8),
+    "sequence_parallel": plots.sequence_parallel,
+    "causal_shares": plots.causal_shares,
+    "tensor_parallel_link": lambda: tensor_parallel_link().figure,
+    "step_bars": lambda: plots.step_bars({"alone": (0.03, 0.0), "2 ranks": (0.015, 0.16)}),
     "number_formats": plots.number_formats,
     "number_line": plots.number_line,
     "number_line_8_bits": lambda: plots.number_line(name="fp8 e4m3", value=500.0),

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plots": {"results", "plan"},
     "parallel": {"config", "devices", "model", "plan.pipeline"},
     "checkpoint": {"config", "model"},
-    "measure": {"devices", "hardware"},
+    "measure": {"devices", "hardware", "results.aligned"},
     "ranks": {"devices"},
     "jobs": {"devices"},
     "doctor": {"devices", "hardware"},

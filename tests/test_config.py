@@ -1,5 +1,6 @@
 """Configurations: exact sizes, the same as transformers', and one clear line for a wrong one."""
 
+import re
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from labsupport.config import ModelConfig, ParallelConfig, RopeScaling, TrainConfig
+from labsupport.config import ModelConfig, ParallelConfig, RopeScaling, TrainConfig, check_fits
 
 NAMES = ["tiny", "15m", "125m", "1b", "llama-3.1-8b"]
 SMALL = {
@@ -160,11 +161,64 @@ def test_data_parallelism_takes_the_ranks_that_are_left():
         ({"data_parallel_size": 4, "data_parallel_replicate_size": 2}, "is for hsdp only"),
         ({"data_parallel_size": 4, "data_parallel_replicate_size": 3,
           "data_parallel_sharding": "hsdp"}, "must divide data_parallel_size=4, for example 2"),
+        ({"sequence_parallel": True}, "use tensor_parallel_size=2, or leave it out"),
     ],
 )  # fmt: skip
 def test_layouts_that_cannot_be(change, message):
     with pytest.raises(ValueError, match=message):
         ParallelConfig(**change)
+
+
+THREES = {**SMALL, "hidden_size": 36, "num_heads": 6, "num_kv_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp"),
+    [
+        (SMALL, 2),
+        (SMALL, 4),  # two ranks share a key-value head
+        ({**SMALL, "vocab_size": 97}, 4),  # the last rank knows fewer words
+        (THREES, 3),  # no power of two (claim B13)
+        (THREES, 6),
+    ],
+)
+def test_what_divides_fits(shape, tp):
+    check_fits(ModelConfig(**shape), ParallelConfig(tensor_parallel_size=tp), seq_len=7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "seq_len", "message"),
+    [
+        (SMALL, {"tensor_parallel_size": 3}, 8,
+         "tensor_parallel_size=3 must divide num_heads=4, and num_kv_heads=2 or be a multiple of "
+         "it, for example 2"),
+        (SMALL, {"tensor_parallel_size": 8}, 8,
+         "tensor_parallel_size=8 must divide num_heads=4, for example 4"),
+        ({**SMALL, "num_heads": 8}, {"tensor_parallel_size": 8}, 8, None),
+        ({**SMALL, "intermediate_size": 50}, {"tensor_parallel_size": 4}, 8,
+         "tensor_parallel_size=4 must divide intermediate_size=50, for example 2"),
+        ({**THREES, "num_kv_heads": 2}, {"tensor_parallel_size": 3}, 8,
+         "must divide num_kv_heads=2 or be a multiple of it, for example 2"),
+        ({**SMALL, "vocab_size": 5}, {"tensor_parallel_size": 4}, 8,
+         "must divide vocab_size=5 or leave a word to every rank, for example 2"),
+        (SMALL, {"context_parallel_size": 2}, 12, None),
+        (SMALL, {"context_parallel_size": 2}, 10,
+         "seq_len=10 must be a multiple of 4 (2 chunks × 2 context-parallel ranks), for example 8"),
+        (SMALL, {"context_parallel_size": 4}, 4, "must be a multiple of 8"),
+        (SMALL, {"tensor_parallel_size": 4, "sequence_parallel": True}, 6,
+         "seq_len=6 must be a multiple of 4 (4 tensor-parallel ranks split the sequence), for "
+         "example 4"),
+        (SMALL, {"tensor_parallel_size": 4, "sequence_parallel": True,
+                 "context_parallel_size": 3}, 30, "must be a multiple of 12"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_with_the_numbers(shape, sizes, seq_len, message):
+    model, parallel = ModelConfig(**shape), ParallelConfig(**sizes)
+    if message is None:
+        check_fits(model, parallel, seq_len=seq_len)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_fits(model, parallel, seq_len=seq_len)
 
 
 def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_ranks():

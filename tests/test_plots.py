@@ -115,6 +115,10 @@ def test_the_arrow_of_a_step_stands_in_the_column_of_its_chunk() -> None:
         (lambda: plots.bytes_per_rank({}, size_bytes=1), "4096 works"),
         (lambda: plots.bytes_by_world_size(()), r"\(2, 4, 8\) works"),
         (lambda: plots.route_bars([]), "compare_routes"),
+        (lambda: plots.sharding_stages(world_size=1), "between 2 and 8"),
+        (lambda: plots.sharding_ladder({}), "works"),
+        (lambda: plots.exchanged_by_stage({}, unit_bytes=1), "not empty"),
+        (lambda: plots.weights_over_step({}), "works"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw: object, message: str) -> None:

@@ -11,7 +11,7 @@ format), final.py (model, optimizer and manifest at the end of a run).
 
 from labsupport.checkpoint.export import check_export, export_hf
 from labsupport.checkpoint.final import FinalCheckpoint, load_final, save_final
-from labsupport.checkpoint.gather import full_optimizer_state_dict, full_state_dict
+from labsupport.checkpoint.gather import full_optimizer_state_dict, full_state_dict, whole
 from labsupport.checkpoint.load import HfModel, load_hf
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "load_final",
     "load_hf",
     "save_final",
+    "whole",
 ]

@@ -10,6 +10,7 @@
 Checked when built. What follows from other sizes is a property, so no two numbers can disagree.
 """
 
+from labsupport.config.fits import check_fits
 from labsupport.config.model import ModelConfig, RopeScaling
 from labsupport.config.parallel import DataParallelSharding, ParallelConfig, PipelineSchedule
 from labsupport.config.recompute import Recompute
@@ -28,4 +29,5 @@ __all__ = [
     "Recompute",
     "RopeScaling",
     "TrainConfig",
+    "check_fits",
 ]

@@ -27,6 +27,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
     context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Between the layers, tp ranks hold different tokens instead of copies of all."""
 
     def __post_init__(self) -> None:
         sizes = {name: value for name, value in vars(self).items() if name.endswith("_size")}
@@ -37,6 +39,11 @@ class ParallelConfig:
         divides("data_parallel_replicate_size", replicas, "data_parallel_size", ranks)
         if self.data_parallel_sharding != "hsdp" and replicas > 1:
             raise ValueError(f"data_parallel_replicate_size={replicas} is for hsdp only; use 1")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=True splits what the tp ranks would hold twice, and "
+                "tensor_parallel_size=1; use tensor_parallel_size=2, or leave it out"
+            )
 
     @classmethod
     def for_world_size(cls, world_size: int, **sizes: Any) -> Self:

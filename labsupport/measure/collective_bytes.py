@@ -6,8 +6,9 @@
     counted.gradient_bytes                      # of all-reduce and reduce-scatter
 
 Every collective is an operator of torch (`c10d::allreduce_`, …), also where torch's DDP or FSDP
-calls it from C++; here each is noted on its way. A call counts with its whole tensor, as in
-nccl-tests: what a rank then really sends is that times 2(n-1)/n, or (n-1)/n.
+calls it from C++; here each is noted on its way. DTensor has operators of its own for the same
+(`_c10d_functional::all_reduce`, …), which give back a new tensor. A call counts with its whole
+tensor, as in nccl-tests: what a rank then really sends is that times 2(n-1)/n, or (n-1)/n.
 `measure.sent` counts point-to-point messages.
 """
 
@@ -19,8 +20,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_FUNCTIONAL = {
+    "all_reduce": "allreduce",
+    "all_gather_into_tensor": "allgather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "alltoall",
+    "broadcast": "broadcast",
+}
+"""DTensor's operators, and c10d's names for them."""
 
 
 @dataclass
@@ -63,9 +74,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__.strip("_").removesuffix("_base")
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first: what it then does with its shards comes by again
+        out = func(*args, **(kwargs or {}))
+        name = _name_of(func)
+        if name is not None:
+            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
             size_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
             self._sizes_bytes.setdefault(name, []).append(size_bytes)
-        return func(*args, **(kwargs or {}))
+        return out
+
+
+def _name_of(func: Any) -> str | None:
+    """As c10d calls it, without its variants; None for what is no collective."""
+    name: str = func.overloadpacket.__name__.strip("_")
+    if func.namespace == "c10d":
+        return name.removesuffix("_base")
+    return _FUNCTIONAL.get(name) if func.namespace == "_c10d_functional" else None

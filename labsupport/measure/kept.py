@@ -13,7 +13,6 @@ exact and repeat; times are one run on this device, with the clock's own share i
 
 from __future__ import annotations
 
-import html
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from labsupport.devices import synchronize
+from labsupport.results.aligned import aligned_html, aligned_text
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -82,23 +82,10 @@ class OperatorTable:
         return found
 
     def __repr__(self) -> str:
-        lines = self.lines()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-            for line in lines
-        )
+        return aligned_text(self.lines())
 
     def _repr_html_(self) -> str:
-        head, *rows = self.lines()
-        heads = "".join(f"<th>{html.escape(text)}</th>" for text in head)
-        body = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(row[0])}</td>"
-            + "".join(f"<td style='text-align:right'>{text}</td>" for text in row[1:])
-            + "</tr>"
-            for row in rows
-        )
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        return aligned_html(self.lines())
 
 
 def kept_by_operator(call: Callable[[], object]) -> OperatorTable:

@@ -4,6 +4,7 @@ Below autograd, every operation passes `__torch_dispatch__`. There each new tens
 once, and again when it is freed. What it *is* shows in how it is used:
 
     in model.parameters(), .grad, optimizer.state       parameters, gradients, optimizer
+    a parameter of which the model has only a shard     gathered, for as long as it has memory
     made of a parameter, as many numbers (autocast)     copies
     last dimension is the vocabulary                    logits
     made in the forward pass, there when backward starts    activations
@@ -14,23 +15,31 @@ once, and again when it is freed. What it *is* shows in how it is used:
     memory.timeline()                                   # a table; see memory_timeline.py
 
 It counts the bytes of tensors, to the byte what torch.profiler counts on a CPU, for programs that
-run eagerly. Unseen are a kernel's workspace and the random state that checkpointing saves (5 KB a
-block). On a GPU the allocator and the driver are read besides. It costs some 50 µs an operation:
-half as long again for a step of the tiny model on a CPU.
+run eagerly; of sharded tensors those that this rank holds. Unseen are a kernel's workspace, what a
+communication library allocates, and the random state that checkpointing saves (5 KB a block). On a
+GPU the allocator and the driver are read besides. It costs some 50 µs an operation: half as long
+again for a step of the tiny model on a CPU.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from labsupport.measure.memory_tensors import (
+    key_of,
+    parameters_in,
+    read_allocator,
+    tensors_in,
+    watch_resizes,
+)
 from labsupport.measure.memory_timeline import (
     AllocatorReading,
     Event,
@@ -56,13 +65,16 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model, self._optimizer = model, optimizer
         self._device = next(model.parameters()).device
         heads = (m for name, m in model.named_modules() if name.endswith("lm_head"))
-        weight = getattr(head or next(heads, None), "weight", None)
+        self._head = head or next(heads, None)
+        weight = getattr(self._head, "weight", None)
         self._vocab_size = 0 if weight is None else weight.shape[0]
         self._step, self._phase = 1, "before"
         self._held: dict[int, Holding] = {}
         self._events: list[Event] = []
+        self._unseen: list[Event] = []  # made where no operation told; perhaps long ago
         self._recorded: list[Holding] = []  # by a forward pass whose backward has not begun
         self._readings: list[AllocatorReading] = []
+        self._whole = WeakIdKeyDictionary()  # parameters in place of shards -> None
         self._hooks = ExitStack()
 
     def timeline(self) -> MemoryTimeline:
@@ -73,11 +85,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         self._name_states()
         for hook in (
-            self._model.register_forward_pre_hook(self._forward_begins),
+            self._model.register_forward_pre_hook(self._forward_begins, prepend=True),
             self._optimizer.register_step_pre_hook(lambda *_: self._enter_phase("update")),
             self._optimizer.register_step_post_hook(lambda *_: self._enter_phase("after")),
         ):
             self._hooks.callback(hook.remove)
+        if self._head is not None:
+            self._hooks.callback(self._head.register_forward_hook(self._name_logits).remove)
+        self._hooks.enter_context(watch_resizes(self._resized))
         self._enter_phase("before")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -85,7 +100,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._phase == "after":
-            self._rename("activations", "buffers")
+            self._name_buffers()
         self._enter_phase(self._phase)
         self._hooks.close()
 
@@ -95,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_gradients = any(param.grad is not None for param in self._model.parameters())
         if self._phase == "after" or (self._phase == "update" and not has_gradients):
             self._step += 1
-            self._rename("activations", "buffers")  # it outlived its step: no graph keeps it
+            self._name_buffers()
         self._rename("temporary", "inputs")  # the batch, made since the last step
         self._recorded.clear()
         self._enter_phase("forward")
@@ -110,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_phase(self, phase: str) -> None:
         self._name_states()
         if self._device.type == "cuda":
-            self._readings.append(_read_allocator(self._step, self._phase, self._device))
+            self._readings.append(read_allocator(self._step, self._phase, self._device))
         self._phase = phase
         self._events.append(Event(self._step, phase, None, 0))
 
@@ -119,6 +134,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for param in parameters_in((args, kwargs)):
+            self._see_parameter(param)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again as the plain tensor inside
         in_backward = torch._C._current_graph_task_id() != -1
@@ -127,38 +144,76 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recording = torch.is_grad_enabled() if in_backward else self._phase == "forward"
         if in_backward and not recording:
             self._keep_recorded()
-        for tensor in _tensors((args, kwargs)):
-            if _key(tensor) not in self._held:  # made elsewhere
-                is_bucket = self._phase in ("backward", "update")  # and then it was there before
-                self._note(tensor, "buffers" if is_bucket else "inputs", first=is_bucket)
+        for tensor in tensors_in((args, kwargs)):
+            if key_of(tensor) not in self._held:  # made elsewhere
+                is_late = self._phase in ("backward", "update")
+                self._note(tensor.untyped_storage(), "temporary" if is_late else "inputs")
+                self._unseen.append(self._events[-1])
+            if func.namespace == "fsdp" and self._held[key_of(tensor)].category == "temporary":
+                self._held[key_of(tensor)].category = "buffers"
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((result,)):
-            if _key(tensor) not in self._held:
+        for tensor in tensors_in((result,)):
+            if key_of(tensor) not in self._held:
                 category = self._category(tensor, args, recording=recording)
-                holding = self._note(tensor, category)
+                holding = self._note(tensor.untyped_storage(), category)
                 if recording and holding.category == "temporary":
                     self._recorded.append(holding)
         return result
 
     def _category(self, made: Tensor, args: tuple[Any, ...], *, recording: bool) -> str:
         """What can be said of a tensor at its birth."""
-        sources = [tensor for tensor in _tensors(args) if tensor.numel() > 1]  # a scale may help
+        sources = [tensor for tensor in tensors_in(args) if tensor.numel() > 1]  # a scale may help
         if recording and sources and sources[0].numel() == made.numel():
-            kinds = {self._held[_key(tensor)].category for tensor in sources}
-            if kinds <= {"parameters", "copies"}:
+            kinds = {self._held[key_of(tensor)].category for tensor in sources}
+            if kinds <= {"parameters", "copies", "gathered"}:
                 return "copies"
         is_logits = made.ndim > 1 and made.shape[-1] == self._vocab_size
         return "logits" if is_logits else "temporary"
 
-    def _note(self, tensor: Tensor, category: str, *, first: bool = False) -> Holding:
-        storage = tensor.untyped_storage()
-        on_device = tensor.device.type == self._device.type
+    def _see_parameter(self, param: nn.Parameter) -> None:
+        """One that is not the model's stands in a shard's place; so does its gradient."""
+        (local,) = tensors_in((param,))
+        holding = self._held.get(key_of(local))
+        if holding is None:  # there since before the first step
+            holding = self._note(local.untyped_storage(), "copies")
+            self._unseen.append(self._events[-1])
+        elif holding.category in ("temporary", "inputs"):
+            holding.category = "gathered" if holding.category == "temporary" else "copies"
+        is_shards = holding.category in ("parameters", "optimizer")
+        if param.requires_grad and not is_shards and param not in self._whole:
+            self._whole[param] = None
+            hook: Any = param.register_hook(self._name_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.callback(hook.remove)
+
+    def _name_gradient(self, gradient: Tensor) -> None:
+        for tensor in tensors_in((gradient,)):
+            if (holding := self._held.get(key_of(tensor))) is not None:
+                holding.category = "gradients"
+
+    def _name_logits(self, head: nn.Module, args: Any, output: Any) -> None:
+        """Under tensor parallelism a rank's logits are narrower than the vocabulary."""
+        for logits in tensors_in((output,)):
+            self._vocab_size = logits.shape[-1]
+            if (holding := self._held.get(key_of(logits))) is not None:
+                holding.category = "logits"
+
+    def _note(self, storage: UntypedStorage, category: str) -> Holding:
+        on_device = storage.device.type == self._device.type
         holding = Holding(storage.nbytes() if on_device else 0, category)
         self._held[storage._cdata] = holding
-        event = Event(self._step, self._phase, holding, 1)
-        self._events.insert(0 if first else len(self._events), event)
+        self._events.append(Event(self._step, self._phase, holding, 1))
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
         return holding
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        """Freed or allocated again, while tensors point to it: whole weights, used at times."""
+        before = self._held.get(storage._cdata) or self._note(storage, "gathered")
+        if before.num_bytes == storage.nbytes():
+            return
+        before.category = "gathered"
+        after = self._held[storage._cdata] = Holding(storage.nbytes(), "gathered")
+        for holding, sign in ((before, -1), (after, 1)):
+            self._events.append(Event(self._step, self._phase, holding, sign))
 
     def _forget(self, key: int) -> None:
         holding = self._held.pop(key)
@@ -177,6 +232,17 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 holding.category = "activations"
         self._recorded.clear()
 
+    def _name_buffers(self) -> None:
+        """What has outlived its step: no graph keeps it, and no library's message."""
+        self._rename("activations", "buffers")
+        for event in self._unseen:
+            if event.holding is not None and event.holding.alive:  # then it was there before
+                self._events.remove(event)
+                self._events.insert(0, event)
+                if event.holding.category == "temporary":
+                    event.holding.category = "buffers"
+        self._unseen.clear()
+
     def _name_states(self) -> None:
         """What belongs to the model or the optimizer, whenever it was made."""
         params = list(self._model.parameters())
@@ -187,41 +253,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ("gradients", grads),
             ("optimizer", list(self._optimizer.state.values())),
         ):
-            for tensor in _tensors(tensors):
-                held = self._held.get(_key(tensor)) or self._note(tensor, category)
-                held.category = category
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts; of a sharded one what this rank holds."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value.to_local()
-        elif isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-def _key(tensor: Tensor) -> int:
-    """Of the memory: tensors that share it are counted once."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _read_allocator(step: int, phase: str, device: torch.device) -> AllocatorReading:
-    """What the phase that ends now has done; the peak starts again."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    reserved_bytes = torch.cuda.memory_reserved(device)
-    reading = AllocatorReading(
-        step=step,
-        phase=phase,
-        allocated_bytes=torch.cuda.memory_allocated(device),
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
-        reserved_bytes=reserved_bytes,
-        non_torch_bytes=total_bytes - free_bytes - reserved_bytes,
-    )
-    torch.cuda.reset_peak_memory_stats(device)
-    return reading
+            for tensor in tensors_in(tensors):
+                held = self._held.get(key_of(tensor)) or self._note(
+                    tensor.untyped_storage(), category
+                )
+                if held.category != "gathered":
+                    held.category = category

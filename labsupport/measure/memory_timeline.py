@@ -14,14 +14,16 @@ Bytes are those of the tensors. MiB is 2^20 bytes, GiB 2^30.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from labsupport.results.aligned import aligned_html, aligned_text
 
 CATEGORIES = (
     "parameters",
     "optimizer",
     "gradients",
+    "gathered",
     "copies",
     "activations",
     "logits",
@@ -31,10 +33,11 @@ CATEGORIES = (
 )
 """In the order in which they are stacked: what stays longest lies at the bottom.
 
-copies: of parameters in another type (autocast); logits: everything whose last dimension is the
-vocabulary, with the copies that the loss makes; temporary: gradients of activations, and what soon
-goes; inputs: token ids, labels; buffers: of the model, the buckets of data parallelism, and what
-else outlives a step.
+gathered: whole parameters of which the rank keeps a shard, while they are used; copies: of
+parameters in another type (autocast); logits: everything whose last dimension is the vocabulary,
+with the copies that the loss makes; temporary: gradients of activations, and what soon goes;
+inputs: token ids, labels; buffers: of the model, what data parallelism sends from and receives in,
+and what else outlives a step.
 """
 PHASES = ("before", "forward", "backward", "update", "after")
 """Before the first forward pass; forward pass and loss; backward; clipping and the optimizer's
@@ -138,25 +141,10 @@ class MemoryTimeline:
         return lines
 
     def __repr__(self) -> str:
-        lines = self.table()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        return aligned_text(self.table())
 
     def _repr_html_(self) -> str:
-        head, *rows = [[html.escape(cell) for cell in line] for line in self.table()]
-        left, right = "<td style='text-align:left'>", "<td style='text-align:right'>"
-        body = "".join(
-            f"<tr>{left}{row[0]}</td>" + "".join(f"{right}{cell}</td>" for cell in row[1:])
-            for row in rows
-        )
-        heads = "".join(f"<th>{cell}</th>" for cell in head)
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        return aligned_html(self.table())
 
 
 def _unit(largest_bytes: int) -> tuple[int, str]:

@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from labsupport.config import Recompute
+from labsupport.parallel.context.ring import RING_FORWARD
 from labsupport.parallel.offload import run_with_host_copies
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,9 +42,10 @@ ATTENTION: frozenset[OpOverload] = frozenset(
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
+        RING_FORWARD,
     }
 )
-"""Fused attention on CPUs and GPUs; its result and a row of log-sums are kept, never the scores."""
+"""Fused on CPUs and GPUs, and round a ring of ranks; its result and a row of log-sums are kept."""
 COSTLY: frozenset[OpOverload] = MATMULS | ATTENTION
 """What selective keeps: almost all FLOPs of a block. Norms, rotary and SwiGLU's product go."""
 

@@ -15,14 +15,20 @@ from labsupport.plan.compute import (
     mfu,
 )
 from labsupport.plan.memory import TrainingMemory, training_memory
+from labsupport.plan.tensor_parallel import TensorParallelCalls, tensor_parallel_calls
+from labsupport.plan.tensor_parallel_step import TensorParallelTime, tensor_parallel_time
 
 __all__ = [
     "ParamCount",
+    "TensorParallelCalls",
+    "TensorParallelTime",
     "TokenFlops",
     "TrainingMemory",
     "count_params",
     "flops_per_token",
     "hfu",
     "mfu",
+    "tensor_parallel_calls",
+    "tensor_parallel_time",
     "training_memory",
 ]

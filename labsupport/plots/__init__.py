@@ -17,10 +17,14 @@
 | do the curves coincide? | loss_curves |
 | where do the bytes of a step go? | memory_lifetimes, memory_timeline, memory_bars |
 | what hides a message, and what waits for one? | step_traces |
+| who holds what of the states, and what travels instead? | sharding_stages, sharding_ladder, |
+| | exchanged_by_stage, weights_over_step |
 | what is forgotten, and at what price? | activation_lifetimes, segment_peaks, operator_shares, |
 | | memory_against_time |
 | when do the buckets leave? | bucket_size |
 | what did the tokens buy? | by_tokens |
+| who owns which part of a layer? | split_matrices, split_heads, sequence_parallel, causal_shares |
+| does tensor parallelism pay on this link? | tensor_parallel_link, step_bars |
 | which numbers does a type have? | number_formats, number_line, running_sums |
 | what does a narrow type do in training? | scaler_trace, bytes_by_type, sum_errors, rates_by_type |
 """
@@ -58,7 +62,20 @@ from labsupport.plots.recompute import (
 from labsupport.plots.replicas import data_parallel_step
 from labsupport.plots.ring import ring_step
 from labsupport.plots.routes import two_node_routes
+from labsupport.plots.sharding import (
+    exchanged_by_stage,
+    sharding_ladder,
+    sharding_stages,
+    weights_over_step,
+)
 from labsupport.plots.style import LabFigure
+from labsupport.plots.tensor_parallel import (
+    causal_shares,
+    sequence_parallel,
+    split_heads,
+    split_matrices,
+)
+from labsupport.plots.tensor_parallel_time import step_bars, tensor_parallel_link
 from labsupport.plots.tokens import by_tokens
 from labsupport.plots.trace import step_traces
 
@@ -76,8 +93,10 @@ __all__ = [
     "bytes_by_type",
     "bytes_by_world_size",
     "bytes_per_rank",
+    "causal_shares",
     "collectives_table",
     "data_parallel_step",
+    "exchanged_by_stage",
     "gather",
     "latency_bandwidth_fit",
     "link_time",
@@ -98,8 +117,16 @@ __all__ = [
     "scatter",
     "segment_peaks",
     "send_recv",
+    "sequence_parallel",
+    "sharding_ladder",
+    "sharding_stages",
+    "split_heads",
+    "split_matrices",
+    "step_bars",
     "step_traces",
     "sum_errors",
+    "tensor_parallel_link",
     "topology",
     "two_node_routes",
+    "weights_over_step",
 ]

@@ -27,6 +27,7 @@ CATEGORY_COLOURS = {
     "parameters": COLOURS[0],
     "optimizer": COLOURS[6],
     "gradients": COLOURS[1],
+    "gathered": "#9BB8D3",
     "copies": COLOURS[5],
     "activations": COLOURS[2],
     "logits": COLOURS[4],

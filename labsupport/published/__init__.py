@@ -18,9 +18,11 @@ from importlib.resources import files
 __all__ = [
     "MatmulCeiling",
     "PublishedCollective",
+    "PublishedRun",
     "collectives",
     "curves",
     "matmul_ceilings",
+    "training_runs",
 ]
 
 
@@ -67,6 +69,26 @@ class MatmulCeiling:
     best_measured_flops_per_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One measured figure of one training run."""
+
+    source: str
+    ref: str
+    family: str
+    gpu: str
+    num_gpus: int
+    seq_len: int
+    micro_batch_size: int
+    recompute: str
+    precision: str
+    metric: str
+    """peak_memory or tokens_per_s_per_gpu."""
+    value: float
+    unit: str
+    note: str
+
+
 @cache
 def collectives() -> tuple[PublishedCollective, ...]:
     """All rows of collectives.csv, in file order."""
@@ -100,6 +122,29 @@ def matmul_ceilings() -> tuple[MatmulCeiling, ...]:
             best_measured_flops_per_s=float(row["best_measured_tflops"]) * 1e12,
         )
         for row in _read("matmul_ceilings.csv")
+    )
+
+
+@cache
+def training_runs() -> tuple[PublishedRun, ...]:
+    """All rows of training.csv, in file order."""
+    return tuple(
+        PublishedRun(
+            source=row["source"],
+            ref=row["ref"],
+            family=row["family"],
+            gpu=row["gpu"],
+            num_gpus=int(row["num_gpus"]),
+            seq_len=int(row["seq_len"]),
+            micro_batch_size=int(row["micro_batch_size"]),
+            recompute=row["recompute"],
+            precision=row["precision"],
+            metric=row["metric"],
+            value=float(row["value"]),
+            unit=row["unit"],
+            note=row["note"],
+        )
+        for row in _read("training.csv")
     )
 
 

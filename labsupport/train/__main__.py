@@ -23,9 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, world_size = (
         int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1))
     )
+    num_nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     refusal = None
     try:
-        request = read_request(argv, world_size=world_size)
+        request = read_request(argv, world_size=world_size, num_nodes=num_nodes)
         from labsupport.train.folders import check_apart, check_writable, folders_of
 
         check_apart(request)

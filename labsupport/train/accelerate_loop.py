@@ -8,6 +8,11 @@
     notebook_launch(prove_accelerate, num_processes=2)                      # from a notebook
     accelerate_launch("labsupport.train.accelerate_loop", num_processes=2)  # as a command
 
+With another plugin the same lines shard:
+
+    accelerator = make_accelerator(config, plugin=fsdp2_plugin)             # FSDP2
+    notebook_launch(partial(prove_accelerate, plugin=fsdp2_plugin), num_processes=2)
+
 The model, the batches, the loss by valid tokens and the schedule are those of `train_step`.
 """
 
@@ -15,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +30,7 @@ from labsupport.config import ModelConfig, TrainConfig
 from labsupport.data import Batch
 from labsupport.measure.collective_bytes import count_collective_bytes
 from labsupport.model import Llama, token_loss
+from labsupport.parallel.layout import Layout
 from labsupport.train.optimizer import build_optimizer
 from labsupport.train.proof import RankProof, compare
 from labsupport.train.proof_run import (
@@ -33,7 +39,7 @@ from labsupport.train.proof_run import (
     TrainedRun,
     build,
     proof_batches,
-    train,
+    train_alone,
     whole_tensors,
 )
 
@@ -75,20 +81,55 @@ def train_with_accelerate(
     return run
 
 
+def fsdp2_plugin() -> Any:
+    """Each block by itself, as `fully_sharded` does, all from the weights of rank 0."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=True,  # rank 0 sends its weights; the others need none
+    )
+
+
+def make_accelerator(config: TrainConfig, *, plugin: Callable[[], Any] | None = None) -> Any:
+    """Accelerate's DDP over all processes, or what `plugin`, as `fsdp2_plugin`, describes.
+
+    Accelerate 1.15 takes a plugin for FSDP on accelerators only: on a CPU it would go on with DDP,
+    without a word. Here it is told.
+    """
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType
+
+    made = None if plugin is None else plugin()
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps, fsdp_plugin=made
+    )
+    if made is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = made
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
 def prove_accelerate(
-    *, model: ModelConfig = PROOF_MODEL, config: TrainConfig = PROOF_CONFIG, steps: int = 3
+    *,
+    plugin: Callable[[], Any] | None = None,
+    model: ModelConfig = PROOF_MODEL,
+    config: TrainConfig = PROOF_CONFIG,
+    steps: int = 3,
 ) -> RankProof:
     """Is this process's run that of one process alone? To be called in every process."""
-    from accelerate import Accelerator
-
     k = config.gradient_accumulation_steps
-    accelerator = Accelerator(gradient_accumulation_steps=k)
+    accelerator = make_accelerator(config, plugin=plugin)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     batches = [proof_batches(step, config=config, world_size=world_size) for step in range(steps)]
-    oracle = train(build(model, config, seed=0, device=accelerator.device), batches, config=config)
+    oracle = train_alone(
+        model=model, config=config, steps=steps, dp_size=world_size, device=accelerator.device
+    )
     mine = [batch[rank * k :][:k] for batch in batches]
     run = train_with_accelerate(accelerator, build(model, config, seed=rank), mine, config=config)
-    return compare(run, oracle, rank=rank, world_size=world_size)
+    return compare(run, oracle, layout=Layout(dp_rank=rank, dp_size=world_size))
 
 
 def main() -> None:

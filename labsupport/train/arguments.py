@@ -91,10 +91,27 @@ def _add_strategy(parser: argparse.ArgumentParser) -> None:
         "--data-parallel-sharding",
         choices=get_args(DataParallelSharding),
         default="ddp",
-        help="what the data-parallel ranks share; ddp and fsdp are built",
+        help="what the data-parallel ranks share out: nothing, optimizer states (zero1), gradients "
+        "too (zero2), weights too (fsdp), or those within groups of ranks (hsdp)",
     )
-    for axis in ("tensor", "pipeline", "context"):
-        add(f"--{axis}-parallel-size", type=int, default=1, metavar="N", help="1 is built")
+    add(
+        "--data-parallel-replicate-size",
+        type=int,
+        metavar="N",
+        help="hsdp: groups that hold all weights; without: one a node, or 2 on a single one",
+    )
+    shares = {
+        "tensor": "ranks that split every layer",
+        "context": "ranks that split every sequence",
+        "pipeline": "1 is built",
+    }
+    for axis, share in shares.items():
+        add(f"--{axis}-parallel-size", type=int, default=1, metavar="N", help=share)
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="tensor-parallel ranks hold different tokens between the layers",
+    )
     precision, recompute = _TRAIN.mixed_precision, _TRAIN.activation_checkpointing
     add(
         "--mixed-precision",

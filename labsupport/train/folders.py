@@ -56,7 +56,9 @@ def run_dir_of(request: Request) -> Path:
     if asked is not None:
         return asked.expanduser()
     parallel = request.parallel
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
     strategy = f"{parallel.data_parallel_sharding}{parallel.data_parallel_size}"
+    strategy += f"-tp{tp}" * (tp > 1) + f"-cp{cp}" * (cp > 1)
     model = Path(request.model_name).name
     return RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{strategy}-{os.getpid()}"
 

@@ -7,7 +7,8 @@
     for record in train(model, optimizer, load_corpus(), config):
         print(record.step, record.loss, record.tokens_per_second)
 
-`train` does what the command line does, in a notebook or on a rank of a pool (pass `group`).
+`train` does what the command line does, in a notebook or on a rank of a pool (pass `group`, or
+`layout` where there is more than data parallelism).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from labsupport.config import TrainConfig
 from labsupport.data import Corpus
+from labsupport.parallel.layout import Layout
 from labsupport.train.precision import Precision
 from labsupport.train.step import Group, StepResult, train_step
 
@@ -60,16 +61,17 @@ def train(
     *,
     precision: Precision | None = None,
     group: Group | None = None,
+    layout: Layout | None = None,
 ) -> Iterator[StepRecord]:
     """Train for `config.steps` steps, giving a record after each.
 
-    With a `group`, this is one of its data-parallel ranks and `model` averages gradients over it.
+    With a `group`, this is one of its data-parallel ranks and `model` averages gradients over it;
+    with a `layout` in place of it, ranks of one tensor- or context-parallel group get one batch.
     The time that the caller takes between two records is not counted.
     Raises ValueError for a text with fewer samples than one global batch, and
     TrainingDivergedError, on all ranks, after 10 skipped steps in a row.
     """
-    rank = 0 if group is None else dist.get_rank(group)
-    world_size = 1 if group is None else dist.get_world_size(group)
+    place = Layout.of_group(group) if layout is None else layout
     accumulate = config.gradient_accumulation_steps
     memory = memory_meter(next(model.parameters()).device)
     scaler = precision.grad_scaler() if precision is not None else None
@@ -80,9 +82,9 @@ def train(
         batch = corpus.batch(
             step,
             seq_len=config.seq_len,
-            global_batch_size=config.micro_batch_size * accumulate * world_size,
-            rank=rank,
-            world_size=world_size,
+            global_batch_size=config.micro_batch_size * accumulate * place.dp_size,
+            rank=place.dp_rank,
+            world_size=place.dp_size,
             seed=config.seed,
         )
         result = train_step(
@@ -93,7 +95,7 @@ def train(
             step=step,
             precision=precision,
             scaler=scaler,
-            group=group,
+            layout=place,
         )
         yield StepRecord(step, result, time.perf_counter() - start, *memory())
         skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0

@@ -8,6 +8,8 @@
 
 Build it after the model is wrapped or sharded: a strategy may put new tensors in the place of the
 parameters, and an optimizer that holds the old ones changes nothing (`train_step` refuses it).
+Shards on different meshes, and plain tensors beside shards, get groups of their own: one fused
+pass takes tensors of one kind.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from labsupport.config import TrainConfig
@@ -27,11 +29,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     Vectors (the norms' weights) do not decay: pulling a scale to 0 is no regularisation.
     """
     trainable = [param for param in model.parameters() if param.requires_grad]
+    alike: dict[tuple[bool, object], list[Tensor]] = {}
+    for param in trainable:
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        alike.setdefault((param.ndim <= 1, mesh), []).append(param)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": params, "weight_decay": 0.0 if is_vector else config.weight_decay}
+        for (is_vector, _), params in sorted(alike.items(), key=lambda item: item[0][0])
     ]
-    groups = [group for group in groups if group["params"]]
     fused = all(param.device.type in ("cpu", "cuda") for param in trainable)
     rate = config.learning_rate
     if config.optimizer == "sgd":

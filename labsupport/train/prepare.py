@@ -41,7 +41,7 @@ class Prepared:
     precision: Precision
     corpus: Corpus
     model: Llama
-    """On `device`, not yet distributed."""
+    """On `device`, or on meta if only its shards are ever to be there; not yet distributed."""
     run_dir: Path
     """Rank 0 writes there."""
 
@@ -59,11 +59,15 @@ def prepare(request: Request, *, rank: int = 0) -> Prepared:
     precision = Precision.named(request.config.mixed_precision, device=str(device))
     weights, corpus = load_inputs(request)
     check_length(corpus, request.config, request.parallel)
+    # Shards are drawn where they lie: no rank holds the whole model. Whether activations can be
+    # moved off a device is asked of a model that is on one.
+    shards = request.parallel.data_parallel_sharding in ("fsdp", "hsdp") and weights is None
+    starts_on_meta = shards and request.config.recompute.mode != "offload"
     model = build_model(
         request.model,
         request.config,
         precision=precision,
-        device=device,
+        device="meta" if starts_on_meta else device,
         weights=weights,
         compiled=request.compile,
     )

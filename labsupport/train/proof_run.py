@@ -1,7 +1,6 @@
 """The small training run that a proof of equality is about, and what is kept of it.
 
-    batches = [proof_batches(step, config=PROOF_CONFIG, world_size=2) for step in range(3)]
-    run = train(build(PROOF_MODEL, PROOF_CONFIG, seed=0), batches, config=PROOF_CONFIG)
+    run = train_alone(model=PROOF_MODEL, config=PROOF_CONFIG, steps=3, dp_size=2)
     run.losses, run.gradients[0]["lm_head.weight"], run.weights["lm_head.weight"]
 
 The case is unkind on purpose: ranks count different numbers of valid tokens, gradients are added up
@@ -10,18 +9,19 @@ over micro batches and clipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from labsupport.checkpoint import whole
 from labsupport.config import IGNORE_INDEX, ModelConfig, TrainConfig
 from labsupport.data import Batch
 from labsupport.measure.collective_bytes import count_collective_bytes
 from labsupport.model import Llama
+from labsupport.parallel.layout import Layout
 from labsupport.train.assemble import build_model
 from labsupport.train.optimizer import build_optimizer
 from labsupport.train.precision import Precision
@@ -54,6 +54,42 @@ class TrainedRun:
     """Gradient bytes that the last step handed to collectives."""
 
 
+def train_alone(
+    wrap: Callable[[Llama], nn.Module] | None = None,
+    *,
+    model: ModelConfig,
+    config: TrainConfig,
+    steps: int,
+    dp_size: int,
+    device: torch.device | str = "cpu",
+) -> TrainedRun:
+    """The oracle: one process on the global batches of `dp_size` data-parallel ranks."""
+    batches = [proof_batches(step, config=config, world_size=dp_size) for step in range(steps)]
+    alone = build(model, config, seed=0, device=device)
+    return train(wrap(alone) if wrap else alone, batches, config=config)
+
+
+def train_in(
+    layout: Layout,
+    wrap: Callable[[Llama], nn.Module],
+    *,
+    model: ModelConfig,
+    config: TrainConfig,
+    steps: int,
+    device: torch.device | str = "cpu",
+) -> TrainedRun:
+    """The same batches, this rank's part of each; `wrap` is to put rank 0's weights in place.
+
+    Tensor-parallel ranks begin with the same weights, and all others with different ones.
+    """
+    k, size = config.gradient_accumulation_steps, layout.dp_size
+    batches = [proof_batches(step, config=config, world_size=size) for step in range(steps)]
+    mine = [batch[layout.dp_rank * k :][:k] for batch in batches]
+    seed = layout.dp_rank * layout.cp_size + layout.cp_rank
+    wrapped = wrap(build(model, config, seed=seed, device=device))
+    return train(wrapped, mine, config=config, layout=layout)
+
+
 def build(
     model: ModelConfig, config: TrainConfig, *, seed: int, device: torch.device | str = "cpu"
 ) -> Llama:
@@ -68,13 +104,14 @@ def train(
     *,
     config: TrainConfig,
     group: dist.ProcessGroup | None = None,
+    layout: Layout | None = None,
 ) -> TrainedRun:
     """Some steps of `train_step`, written down."""
     run, optimizer = TrainedRun(), build_optimizer(model, config)
     optimizer.register_step_pre_hook(lambda *_: run.gradients.append(whole_tensors(model, "grad")))
     device = next(model.parameters()).device
     precision = Precision.named(config.mixed_precision, device=str(device))
-    scaler = precision.grad_scaler()
+    scaler = precision.grad_scaler(init_scale=2.0**10)  # small, so that no step is skipped
     for step, micro_batches in enumerate(batches):
         with count_collective_bytes() as counted:
             result = train_step(
@@ -86,6 +123,7 @@ def train(
                 precision=precision,
                 scaler=scaler,
                 group=group,
+                layout=layout,
             )
         run.exchanged_bytes = counted.gradient_bytes
         run.losses.append(result.loss)
@@ -113,6 +151,5 @@ def whole_tensors(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, param in root.named_parameters():
         tensor = getattr(param, what)
         if tensor is not None:
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found[name] = tensor.detach().clone()
+            found[name] = whole(tensor).detach().clone()
     return found

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from labsupport.config import ModelConfig, ParallelConfig, TrainConfig
+from labsupport.config import ModelConfig, ParallelConfig, TrainConfig, check_fits
 from labsupport.config.rules import require
 from labsupport.train.arguments import build_parser
-
-BUILT = ("ddp", "fsdp")
+from labsupport.train.pairs import check_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,24 @@ class Request:
 
     @property
     def strategy(self) -> str:
-        """As in the manifest: "fsdp × 2"."""
-        return f"{self.parallel.data_parallel_sharding} × {self.parallel.data_parallel_size}"
+        """As in the manifest: "fsdp × 2", or "hsdp 2×2 · tp 2 · cp 1"."""
+        parallel = self.parallel
+        mesh, tp = parallel.mesh, parallel.tensor_parallel_size
+        words = f"{parallel.data_parallel_sharding} × {parallel.data_parallel_size}"
+        if parallel.data_parallel_sharding == "hsdp":
+            words = f"hsdp {mesh['dp_replicate']}×{mesh['dp_shard']}"
+        if tp == mesh["cp"] == 1:
+            return words
+        return f"{words} · tp {tp}{' + sp' * parallel.sequence_parallel} · cp {mesh['cp']}"
 
 
-def read_request(argv: Sequence[str] | None = None, *, world_size: int = 1) -> Request:
+def read_request(
+    argv: Sequence[str] | None = None, *, world_size: int = 1, num_nodes: int = 1
+) -> Request:
     """Parse and check; ValueError in the words of the command line."""
     given = build_parser().parse_args(argv)
     try:
-        return _checked(given, world_size)
+        return _checked(given, world_size, num_nodes)
     except ValueError as error:
         raise ValueError(in_options(str(error))) from None
 
@@ -70,13 +79,15 @@ def in_options(message: str) -> str:
     return re.sub(rf"(?<![-\w])({names})(?==)", option, message)
 
 
-def _checked(given: argparse.Namespace, world_size: int) -> Request:
-    parallel = _parallel(given, world_size)
+def _checked(given: argparse.Namespace, world_size: int, num_nodes: int) -> Request:
+    parallel = _parallel(given, world_size, num_nodes)
     config = _train_config(given, parallel)
     model, weights = _model(given.model)
     longest = model.max_seq_len
     rule = f"is longer than {longest}, the longest that model {given.model!r} takes"
     require(config.seq_len <= longest, "seq_len", config.seq_len, rule, longest)
+    check_fits(model, parallel, seq_len=config.seq_len)
+    check_pairs(config, parallel, compiled=given.compile)
     require(given.log_every >= 1, "log_every", given.log_every, "must be at least 1", 1)
     if given.data is not None:
         from labsupport.corpus import read_text
@@ -99,16 +110,32 @@ def _checked(given: argparse.Namespace, world_size: int) -> Request:
     )
 
 
-def _parallel(given: argparse.Namespace, world_size: int) -> ParallelConfig:
-    sharding = given.data_parallel_sharding
-    if sharding not in BUILT:
-        raise ValueError(f"data_parallel_sharding={sharding!r} is not built yet; use 'fsdp'")
+def _parallel(given: argparse.Namespace, world_size: int, num_nodes: int) -> ParallelConfig:
     sizes = {f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context")}
-    for name in sorted(sizes):
-        value = getattr(given, name)
+    split = {name: getattr(given, name) for name in sorted(sizes)}
+    for name, value in split.items():
         require(value >= 1, name, value, "must be at least 1", 1)
-        require(value == 1, name, value, "is not built yet; all ranks are data-parallel", 1)
-    return ParallelConfig.for_world_size(world_size, data_parallel_sharding=sharding)
+    require(
+        given.pipeline_parallel_size == 1,
+        "pipeline_parallel_size",
+        given.pipeline_parallel_size,
+        "is not built yet; split the layers with tensor_parallel_size",
+        1,
+    )
+    sharding, replicas = given.data_parallel_sharding, given.data_parallel_replicate_size
+    if replicas is None:
+        replicas = 1
+        if sharding == "hsdp":
+            ranks = world_size // math.prod(split.values())
+            fine = (n for n in (num_nodes, 2) if n > 1 and ranks % n == 0)
+            replicas = next(fine, 1)
+    return ParallelConfig.for_world_size(
+        world_size,
+        data_parallel_sharding=sharding,
+        data_parallel_replicate_size=replicas,
+        sequence_parallel=given.sequence_parallel,
+        **split,
+    )
 
 
 def _train_config(given: argparse.Namespace, parallel: ParallelConfig) -> TrainConfig:

@@ -1,6 +1,6 @@
 """What happens between a request that can be tried and the last line of its run?
 
-    ranks meet -> DDP or FSDP -> optimizer -> steps -> checkpoint, export
+    ranks meet -> the model is spread -> optimizer -> steps -> checkpoint, export
 
     run(prepare(read_request(["--steps", "5"])))
 
@@ -28,6 +28,7 @@ from labsupport.checkpoint import (
     save_final,
 )
 from labsupport.devices import describe
+from labsupport.parallel.layout import Layout
 from labsupport.results import RunManifest
 from labsupport.train.assemble import distribute
 from labsupport.train.loop import train
@@ -35,7 +36,6 @@ from labsupport.train.optimizer import build_optimizer
 from labsupport.train.prepare import Prepared
 from labsupport.train.report import Report
 from labsupport.train.speed import speed_of
-from labsupport.train.step import Group
 
 COLLECTIVE_TIMEOUT_S = 600.0
 MANIFEST, METRICS = "manifest.json", "metrics.jsonl"
@@ -44,11 +44,14 @@ MANIFEST, METRICS = "manifest.json", "metrics.jsonl"
 def run(prepared: Prepared) -> None:
     """Train to the end and write what was asked for. Every rank calls it."""
     request, config = prepared.request, prepared.request.config
-    with process_group(prepared) as group:
-        model = distribute(prepared.model, request.parallel, precision=prepared.precision)
+    with layout_of(prepared) as layout:
+        precision = prepared.precision
+        model = distribute(
+            prepared.model, request.parallel, layout=layout, precision=precision, seed=config.seed
+        )
         optimizer = build_optimizer(model, config)
         records = train(
-            model, optimizer, prepared.corpus, config, precision=prepared.precision, group=group
+            model, optimizer, prepared.corpus, config, precision=precision, layout=layout
         )
         if prepared.rank != 0:
             deque(records, maxlen=0)
@@ -56,7 +59,7 @@ def run(prepared: Prepared) -> None:
             return
         manifest = manifest_of(prepared)
         manifest.write(prepared.run_dir / MANIFEST)
-        size = request.parallel.data_parallel_size
+        size = request.parallel.world_size
         speed = speed_of(request.model, config, device=prepared.device, world_size=size)
         with Report(request, speed=speed, metrics_file=prepared.run_dir / METRICS) as report:
             report.opening(on=manifest.hardware)
@@ -67,11 +70,12 @@ def run(prepared: Prepared) -> None:
 
 
 @contextmanager
-def process_group(prepared: Prepared) -> Iterator[Group | None]:
-    """The group of all ranks; None for one process that shards nothing."""
+def layout_of(prepared: Prepared) -> Iterator[Layout]:
+    """Meet the other ranks, and leave them at the end; one process that shards nothing has none."""
     is_launched = "WORLD_SIZE" in os.environ
-    if not is_launched and prepared.request.parallel.data_parallel_sharding == "ddp":
-        yield None
+    parallel = prepared.request.parallel
+    if not is_launched and parallel.data_parallel_sharding == "ddp":
+        yield Layout()
         return
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(
@@ -81,7 +85,7 @@ def process_group(prepared: Prepared) -> Iterator[Group | None]:
         **({} if is_launched else alone),
     )
     try:
-        yield dist.group.WORLD
+        yield Layout.build(parallel, device_type=prepared.device.type)
     finally:
         dist.destroy_process_group()
 

@@ -8,11 +8,11 @@
     result = train_step(model, optimizer, micro_batches, config=config, step=step)
     result.loss, result.grad_norm, result.num_tokens
 
-In one process (`group=None`) this is the oracle. As one data-parallel rank, `model` is a wrapper
-that averages gradients over `group` (DDP, FSDP2, those of labsupport.parallel); the sums of a rank
-are multiplied by the number of ranks first, so that the average of sums is the global sum. One
-small message after the backward pass tells all how many tokens counted, and whether all is finite:
-a NaN on one rank skips the step on all.
+In one process this is the oracle. On one of many ranks, `model` is a wrapper that averages
+gradients over `group` (DDP, FSDP2, those of labsupport.parallel), or over the data- and
+context-parallel ranks of `layout`; the sums of a rank are multiplied by the number of those first,
+so that the average of sums is the global sum. One small message after the backward pass tells all
+how many tokens counted, and whether all is finite: a NaN on one rank skips the step on all.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from labsupport.config import TrainConfig
 from labsupport.data import Batch
 from labsupport.model import token_loss
+from labsupport.parallel.layout import Layout
 from labsupport.train.gradients import clip_gradients, gradient_norm
 
 if TYPE_CHECKING:
@@ -68,12 +70,19 @@ def train_step(
     precision: Precision | None = None,
     scaler: torch.amp.GradScaler | None = None,
     group: Group | None = None,
+    layout: Layout | None = None,
 ) -> StepResult:
-    """One optimizer step on the micro batches of this rank; every rank of `group` must call it.
+    """One optimizer step on the micro batches of this rank; every rank must call it.
+
+    `micro_batches` is this data-parallel rank's piece of the global batch: ranks that differ by
+    tensor or context parallelism only are given the same. The place of the rank is `layout`, or,
+    where all ranks are data-parallel, `group`.
 
     Raises ValueError for no micro batch on this rank (one of padding will do), on all ranks for a
     global batch without a valid token, and for an optimizer that holds other tensors than `model`.
     """
+    place = Layout.of_group(group) if layout is None else layout
+    micro_batches = [_tokens_of(place, batch) for batch in micro_batches]
     loss_sum = accumulate_gradients(
         model,
         micro_batches,
@@ -81,18 +90,19 @@ def train_step(
         step=step,
         precision=precision,
         scaler=scaler,
-        group=group,
+        layout=place,
     )
     gradients = _gradients(model, optimizer)
     loss_scale = scaler.get_scale() if scaler is not None else 1.0
-    tokens_here = sum(batch.num_tokens for batch in micro_batches)
+    # Tensor-parallel ranks have the same loss and tokens: each tells its share of them.
+    tokens_here = sum(batch.num_tokens for batch in micro_batches) / place.tp_size
     loss_sums, norm, num_tokens = _tell_all(
-        loss_sum, gradient_norm(gradients), tokens_here, group=group
+        loss_sum / place.tp_size, gradient_norm(gradients), tokens_here, group=place.group
     )
     if num_tokens == 0:
         raise ValueError("the global batch has no valid token; at least one label must count")
     # The backward pass divided by the tokens of a full batch; only now all know how many counted.
-    scale = loss_scale * num_tokens / full_batch_tokens(config, group=group)
+    scale = loss_scale * num_tokens / full_batch_tokens(config, dp_size=place.dp_size)
     finite = all(math.isfinite(number) for number in (*loss_sums, norm))
     learning_rate = config.learning_rate_at(step)
     if finite:
@@ -109,16 +119,24 @@ def train_step(
         learning_rate=learning_rate,
         num_tokens=num_tokens,
         skipped=not finite,
-        nonfinite_ranks=_ranks_of([not math.isfinite(loss) for loss in loss_sums], group),
+        nonfinite_ranks=_ranks_of([not math.isfinite(loss) for loss in loss_sums], place.group),
         loss_scale=loss_scale,
     )
 
 
-def full_batch_tokens(config: TrainConfig, *, group: Group | None = None) -> int:
+def full_batch_tokens(config: TrainConfig, *, dp_size: int) -> int:
     """Valid tokens of a global batch without padding: what every rank knows before it starts."""
-    ranks = 1 if group is None else dist.get_world_size(group)
-    sequences = config.micro_batch_size * config.gradient_accumulation_steps * ranks
+    sequences = config.micro_batch_size * config.gradient_accumulation_steps * dp_size
     return sequences * config.seq_len
+
+
+def _tokens_of(layout: Layout, batch: Batch) -> Batch:
+    """What of the batch this rank sees: under context parallelism, a part of each sequence."""
+    return replace(
+        batch,
+        input_ids=layout.shard_sequence(batch.input_ids),
+        labels=layout.shard_sequence(batch.labels),
+    )
 
 
 def accumulate_gradients(
@@ -127,11 +145,11 @@ def accumulate_gradients(
     *,
     config: TrainConfig,
     step: int,
+    layout: Layout,
     precision: Precision | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    group: Group | None = None,
 ) -> Tensor:
-    """Forward and backward of every micro batch; returns this rank's summed loss, a fp64 scalar.
+    """Forward and backward of every micro batch, holding this rank's tokens; its summed loss, fp64.
 
     Afterwards the gradients are those of all ranks' loss sums over `full_batch_tokens` (times the
     scaler's scale), on all ranks. They are exchanged once, in the last micro batch's backward pass.
@@ -139,16 +157,23 @@ def accumulate_gradients(
     if not micro_batches:
         raise ValueError("this rank has no micro batch; give every rank one, if only of padding")
     device, total = _device(model), torch.zeros((), dtype=torch.float64, device=_device(model))
-    world_size = 1 if group is None else dist.get_world_size(group)
-    factor = world_size / full_batch_tokens(config, group=group)  # ranks are averaged
+    averaged = layout.dp_size * layout.cp_size  # ranks, after backward
+    factor = averaged / full_batch_tokens(config, dp_size=layout.dp_size)
+
+    def where(batch: Batch) -> dict[str, Tensor]:
+        """Positions in the text, where they are not 0, 1, 2, …"""
+        positions = layout.positions(batch.input_ids.shape[-1] * layout.cp_size, device=device)
+        return {} if positions is None else {"positions": positions}
+
     for i, batch in enumerate(micro_batches):
         if config.dropout:
-            seed_dropout(config.seed, step=step, rank=_rank(group), micro_batch=i)
-        with _synchronised(model, now=i == len(micro_batches) - 1):
+            seed_dropout(config.seed, step=step, rank=layout.activation_rank, micro_batch=i)
+        with _synchronised(model, now=i == len(micro_batches) - 1), layout.loss_context():
             with precision.autocast() if precision is not None else nullcontext():
-                logits = model(batch.input_ids.to(device, non_blocking=True))
+                logits = model(batch.input_ids.to(device, non_blocking=True), **where(batch))
             loss = token_loss(logits, batch.labels.to(device, non_blocking=True)).sum
             del logits  # the graph of the loss keeps what the backward pass needs of it
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
             share = loss * factor
             scaled = share if scaler is None else scaler.scale(share)
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -196,7 +221,7 @@ def _synchronised(model: Any, *, now: bool) -> Iterator[None]:
 
 
 def _tell_all(
-    loss_sum: Tensor, norm: Tensor, tokens_here: int, *, group: Group | None
+    loss_sum: Tensor, norm: Tensor, tokens_here: float, *, group: Group | None
 ) -> tuple[list[float], float, int]:
     """Loss sum of every rank, largest norm that any sees, all tokens: what all decide by, alike.
 
@@ -229,10 +254,6 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tenso
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _rank(group: Group | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
 
 
 def _ranks_of(flags: Sequence[bool], group: Group | None) -> tuple[int, ...]:

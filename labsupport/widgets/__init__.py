@@ -12,9 +12,12 @@ from labsupport.widgets.memory_anatomy import memory_anatomy
 from labsupport.widgets.number_line import number_line
 from labsupport.widgets.recompute_trade import recompute_trade
 from labsupport.widgets.ring_stepper import ring_stepper
+from labsupport.widgets.sharding_ladder import sharding_ladder
+from labsupport.widgets.tensor_parallel import MeasuredLink, tensor_parallel_link
 
 __all__ = [
     "LivePicture",
+    "MeasuredLink",
     "batch_split",
     "bucket_size",
     "link_explorer",
@@ -22,4 +25,6 @@ __all__ = [
     "number_line",
     "recompute_trade",
     "ring_stepper",
+    "sharding_ladder",
+    "tensor_parallel_link",
 ]

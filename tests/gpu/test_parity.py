@@ -7,15 +7,20 @@ process on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Machine
+from torch.distributed.device_mesh import init_device_mesh
 
 from labsupport import Ranks
-from labsupport.config import ModelConfig, TrainConfig
+from labsupport.config import ModelConfig, ParallelConfig, TrainConfig
 from labsupport.data import Corpus, load_corpus
+from labsupport.parallel.layout import Layout
+from labsupport.train.assemble import distribute
 from labsupport.train.precision import Precision
 from labsupport.train.proof_run import TrainedRun, build, train
 
@@ -88,31 +93,118 @@ def test_half_precision_stays_near_fp32(machine: Machine, corpus: Corpus, name: 
     assert losses == pytest.approx(whole, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["PerTensorDDP", "BucketedDDP", "OverlappedDDP", "ddp", "fsdp"]
-)
+def ways_of(ranks: int) -> dict[str, dict[str, Any]]:
+    """Strategies that so many ranks can have, as settings of `ParallelConfig`."""
+    dp = {"data_parallel_size": ranks}
+    ways: dict[str, dict[str, Any]] = {
+        "ddp": dp,
+        "zero1": {**dp, "data_parallel_sharding": "zero1"},
+        "zero2": {**dp, "data_parallel_sharding": "zero2"},
+        "fsdp": {**dp, "data_parallel_sharding": "fsdp"},
+        "hsdp": {
+            **dp,
+            "data_parallel_sharding": "hsdp",
+            "data_parallel_replicate_size": ranks if ranks % 2 else 2,
+        },
+        "tp": {"tensor_parallel_size": ranks},
+        "tp + sp": {"tensor_parallel_size": ranks, "sequence_parallel": ranks > 1},
+        "cp": {"context_parallel_size": ranks},
+        "cp, fsdp": {"context_parallel_size": ranks, "data_parallel_sharding": "fsdp"},
+    }
+    if ranks == 4:
+        two = {"data_parallel_size": 2, "data_parallel_sharding": "fsdp"}
+        ways["fsdp × tp + sp"] = {**two, "tensor_parallel_size": 2, "sequence_parallel": True}
+        ways["fsdp × cp"] = {**two, "context_parallel_size": 2}
+    return ways
+
+
+BY_HAND = ("PerTensorDDP", "BucketedDDP", "OverlappedDDP", "zero3", "tensor_parallel_by_hand")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp", "hsdp", "tp + sp", "cp"])
+def test_one_gpu_alone_runs_what_is_made_for_many(
+    machine: Machine, corpus: Corpus, oracle: Trained, strategy: str
+) -> None:
+    with Ranks(1, device=machine.device) as pool:
+        ((losses, weights),) = pool.run(train_on_rank, strategy, deadline_s=120)
+    assert losses == pytest.approx(oracle[0], abs=1e-4)
+    assert largest_difference(weights, oracle[1]) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", [*BY_HAND, *ways_of(4)])
 def test_several_gpus_equal_one_process(ranks: Ranks, oracle: Trained, strategy: str) -> None:
+    n = ranks.world_size
+    if strategy not in (*BY_HAND, *ways_of(n)):
+        pytest.skip(f"{strategy} takes 4 ranks, and there are {n}")
+    if "t" in strategy[:2] and MODEL.num_heads % n:
+        pytest.skip(f"{n} ranks cannot share {MODEL.num_heads} heads")
     for losses, weights in ranks.run(train_on_rank, strategy, deadline_s=120):
         assert losses == pytest.approx(oracle[0], abs=1e-4)
         assert largest_difference(weights, oracle[1]) < 1e-4
 
 
-def train_on_rank(strategy: str) -> Trained:
-    """One data-parallel rank; every rank returns all weights."""
-    import torch.distributed as dist
-
-    from labsupport.parallel import hand_ddp
-    from labsupport.parallel.ddp import data_parallel
-    from labsupport.parallel.fsdp import fully_sharded
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def here() -> torch.device:
     on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def train_on_rank(strategy: str) -> Trained:
+    """One rank; every rank returns all weights."""
+    from labsupport.parallel import hand_ddp
+    from labsupport.parallel.tensor import tensor_parallel_by_hand
+    from labsupport.parallel.zero import zero3
+
+    n, device = dist.get_world_size(), here()
+    way = ways_of(n).get(strategy, {"data_parallel_size": n})
+    if strategy == "tensor_parallel_by_hand":
+        way = {"tensor_parallel_size": n}
+    parallel = ParallelConfig(**way)
+    layout = Layout.build(parallel, device_type=device.type)
     corpus, config = load_corpus(), TrainConfig(**SGD)
-    plain = build(MODEL, config, seed=rank, device=device)  # rank 0's weights must win
-    wrap = {"ddp": data_parallel, "fsdp": fully_sharded}.get(strategy)
-    model = wrap(plain) if wrap else getattr(hand_ddp, strategy)(plain)
+    # Rank 0's weights must win.
+    plain = build(MODEL, config, seed=dist.get_rank(), device=device)
+    if strategy == "tensor_parallel_by_hand":
+        model: Any = tensor_parallel_by_hand(plain, layout.mesh["tp"])
+    elif strategy == "zero3":
+        model = zero3(plain)
+    elif strategy in BY_HAND:
+        model = getattr(hand_ddp, strategy)(plain)
+    else:
+        precision = Precision.named("fp32", device=device.type)
+        model = distribute(plain, parallel, layout=layout, precision=precision)
     sizes = {"seq_len": config.seq_len, "global_batch_size": GLOBAL_BATCH}
-    place = {"rank": rank, "world_size": world_size}
+    place = {"rank": layout.dp_rank, "world_size": layout.dp_size}
     batches = [[corpus.batch(step, **sizes, **place)] for step in range(STEPS)]
-    return kept_of(train(model, batches, config=config, group=dist.group.WORLD))
+    return kept_of(train(model, batches, config=config, layout=layout))
+
+
+def test_torch_s_own_ring_gives_the_logits_of_one_gpu(ranks: Ranks) -> None:
+    """In bf16: torch has its ring for the fused kernels of GPUs only."""
+    outcomes = ranks.run(torch_s_ring, deadline_s=120)
+    if isinstance(outcomes[0], str):
+        pytest.skip(outcomes[0])
+    assert max(outcomes) < 0.05
+
+
+def torch_s_ring() -> float | str:
+    """Largest difference from this rank's part of the whole; or why there is none."""
+    from labsupport.parallel.context import shard_sequence
+    from labsupport.parallel.context.native import native_context_parallel
+
+    rank, n, device = dist.get_rank(), dist.get_world_size(), here()
+    mesh = init_device_mesh(device.type, (n,), mesh_dim_names=("cp",))
+    model = build(
+        replace(MODEL, num_kv_heads=MODEL.num_heads), TrainConfig(), seed=0, device=device
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(MODEL.vocab_size, (2, 64 * n), generator=generator).to(device)
+    mine, positions = ids.clone(), torch.arange(64 * n, device=device)
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        whole = model(ids).float()
+        try:
+            with native_context_parallel(mesh["cp"], [mine, positions]):
+                part = model(mine, positions=positions).float()
+        except ValueError as reason:
+            return str(reason)
+    expected = shard_sequence(whole, rank, n, dim=1)
+    return float((part - expected).abs().max() / expected.abs().max())

@@ -34,7 +34,7 @@ pytestmark = [
 def copy(tmp_path: Path) -> Path:
     """What a fresh clone holds: no .venv, nothing that git ignores."""
     folder = tmp_path / "clone"
-    ignored = [".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "site", "runs", "shared"]
+    ignored = [".git", ".venv*", ".*_cache", "__pycache__", "*.egg-info", "site", "runs", "shared"]
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored))
     return folder
 
@@ -91,3 +91,10 @@ def test_an_interrupted_install_is_finished_and_works(copy: Path) -> None:
     # As a command does, from another folder: the platform that vLLM takes for itself.
     platform = "from vllm.platforms import current_platform as p; print(p.device_type)"
     assert python(copy, "-c", platform).split()[-1] == "cpu"
+
+    before = python(copy, "-m", "pip", "freeze", "--all")
+    printed = python(copy, str(copy / "deploy/install_deepspeed.py"))
+    assert ".venv-deepspeed: ready after" in printed
+    assert python(copy, "-m", "pip", "freeze", "--all") == before
+    installed = "from labsupport.parallel import deepspeed; print(deepspeed.is_installed())"
+    assert python(copy, "-c", installed).strip() == "True"

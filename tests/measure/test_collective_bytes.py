@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from labsupport import Ranks
 from labsupport.measure.collective_bytes import count_collective_bytes
@@ -39,6 +41,24 @@ def test_direct_calls(two: Ranks) -> None:
 
     sizes = {"allreduce": [16, 8], "allgather": [24], "reduce_scatter": [8], "broadcast": [12]}
     assert two.run(on_rank) == [(sizes, 5, 32)] * 2
+
+
+def test_of_dtensor(two: Ranks) -> None:
+    """DTensor's own operators, which give back new tensors: named and sized like the others."""
+
+    def on_rank() -> tuple[dict[str, list[int]], int]:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        part = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()])
+        with count_collective_bytes() as counted:
+            rows.full_tensor()
+            part.redistribute(placements=[Shard(0)])
+            part.full_tensor()
+            torch.relu(part)  # an operator that needs the finished sum
+        return counted.sizes_bytes, counted.gradient_bytes
+
+    sizes = {"allgather": [48], "reduce_scatter": [48], "allreduce": [48, 48]}
+    assert two.run(on_rank) == [(sizes, 144)] * 2
 
 
 def test_of_a_backward(two: Ranks) -> None:

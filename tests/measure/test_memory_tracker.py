@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from labsupport import Ranks
 from labsupport.config import ModelConfig
 from labsupport.measure.memory import MemoryTracker
 from labsupport.measure.memory_limit import limit_memory
 from labsupport.measure.memory_timeline import CATEGORIES, PHASES, MemoryTimeline
 from labsupport.model import Llama, token_loss
+from labsupport.parallel.fsdp import fully_sharded
+from labsupport.parallel.zero import zero1, zero2, zero3
 
 CONFIG = ModelConfig(
     vocab_size=512,
@@ -105,6 +112,20 @@ def test_a_model_counted_by_hand_to_the_byte() -> None:
     assert "KiB, measured" in repr(timeline)
 
 
+def profiled_peak(step: Step) -> int:
+    """The most bytes that torch.profiler sees allocated, beyond those that are there already."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    held = most = 0
+    for event in sorted(
+        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
 def with_checkpoints(model: Llama) -> None:
     for block in model.model.layers:
         inner = block.forward
@@ -137,15 +158,7 @@ def test_the_peak_is_that_of_the_profiler(recipe: str) -> None:
     timeline = tracked(model, optimizer, step)
     before = timeline.rows(step=2)["before"]
     peak = timeline.peak(step=2).total_bytes - before.total_bytes
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-    held = most = 0
-    for event in sorted(
-        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    ):
-        held += event.nbytes()
-        most = max(most, held)
+    most = profiled_peak(step)
     # Checkpointing keeps the state of the random numbers, which passes by every operator.
     unseen = CONFIG.num_layers * torch.get_rng_state().nbytes if "checkpoint" in recipe else 0
     assert 0 <= most - peak <= unseen
@@ -203,6 +216,80 @@ def test_accumulation_is_one_step_and_a_skipped_step_ends_with_zero_grad() -> No
     timeline = tracked(model, optimizer, skipped)
     assert timeline.num_steps == 2
     assert timeline.at("backward", step=2).bytes_of["optimizer"] > 0
+
+
+# ---- on ranks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, device="cpu", threads_per_rank=1, collective_timeout_s=20) as ranks:
+        yield ranks
+
+
+def on_two_ranks(wrap: Any, *, micro_batches: int = 1) -> tuple[int, MemoryTimeline]:
+    """On a rank: the profiler's peak above the tracker's, and the timeline."""
+    model = wrap(Llama(CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for i in range(micro_batches):
+            is_last = i == micro_batches - 1
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(is_last)
+            pause = nullcontext() if is_last or isinstance(model, FSDPModule) else model.no_sync()
+            with pause:
+                token_loss(model(TOKENS), TOKENS).mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    timeline = tracked(model, optimizer, step)
+    before = timeline.rows(step=2)["before"].total_bytes
+    return profiled_peak(step) - (timeline.peak(step=2).total_bytes - before), timeline
+
+
+WEIGHTS = CONFIG.num_params * 4
+ROOT = (2 * CONFIG.vocab_size + 1) * CONFIG.hidden_size * 4
+BLOCK = (WEIGHTS - ROOT) // CONFIG.num_layers
+WHOLE_BLOCKS = partial(fully_sharded, reshard_after_forward=False)
+UNSEEN = range(max(ROOT, BLOCK) + 1)
+"""0, but under load gloo's thread holds on to a message, at most a unit, a little longer."""
+NARROW = partial(fully_sharded, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "parameters", "gradients", "gathered"),
+    [
+        (fully_sharded, WEIGHTS // 2, WEIGHTS // 2, ROOT + BLOCK),
+        (WHOLE_BLOCKS, WEIGHTS // 2, WEIGHTS // 2, WEIGHTS),
+        (NARROW, WEIGHTS // 2, WEIGHTS // 2, (ROOT + BLOCK) // 2),
+        (zero1, WEIGHTS, WEIGHTS, 0),
+        (zero2, WEIGHTS, WEIGHTS // 2, 0),
+        (zero3, WEIGHTS // 2, WEIGHTS // 2, ROOT + BLOCK),
+    ],
+)
+def test_shards_and_what_is_gathered_from_them(
+    two: Ranks, wrap: Any, parameters: int, gradients: int, gathered: int
+) -> None:
+    for unseen, timeline in two.run(on_two_ranks, wrap):
+        assert unseen in UNSEEN
+        after = timeline.at("backward", step=2).bytes_of
+        assert after["parameters"] == parameters
+        assert after["gradients"] == gradients
+        assert WEIGHTS <= after["optimizer"] < WEIGHTS + 200  # two moments of half, step counts
+        assert timeline.largest("gathered", step=2) == gathered
+        assert after["gathered"] == 0
+        # Beside the shards of what is done, whole gradients of one unit at a time:
+        assert timeline.largest("gradients", step=2) <= gradients + max(ROOT, BLOCK)
+
+
+def test_while_gradients_are_not_exchanged_they_are_whole(two: Ranks) -> None:
+    for wrap in (fully_sharded, zero3):
+        for unseen, timeline in two.run(on_two_ranks, wrap, micro_batches=2):
+            assert unseen in UNSEEN
+            assert timeline.largest("gradients", step=2) >= WEIGHTS
+            assert timeline.at("backward", step=2).bytes_of["gradients"] == WEIGHTS // 2
 
 
 def test_an_unknown_moment_is_named() -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from labsupport import RankError, Ranks
 from labsupport.parallel import hand_ddp
@@ -174,6 +176,42 @@ def test_torch_used_wrongly(two: Ranks, wrap: Any) -> None:
     assert not proof(two, wrap).is_equal
 
 
+def root_not_sharded(model: Any) -> nn.Module:
+    """Blocks are units, what is outside of them stays as it was: nobody averages its gradients."""
+    for block in model.model.layers:
+        fully_shard(block)
+    model.set_requires_gradient_sync = lambda now: [
+        block.set_requires_gradient_sync(now) for block in model.model.layers
+    ]
+    return model
+
+
+def gradients_stay_at_home(model: Any) -> nn.Module:
+    """No reduce-scatter: each rank keeps its rows of its own gradient."""
+
+    class Own(ReduceScatter):
+        def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+        ) -> None:
+            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+    sharded = fully_sharded(model)
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(Own())
+    return sharded
+
+
+@pytest.mark.parametrize("wrap", [root_not_sharded, gradients_stay_at_home])
+def test_shards_used_wrongly(two: Ranks, wrap: Any) -> None:
+    found = proof(two, wrap)
+    assert not found.is_equal
+    assert all(rank.gradients > 0.01 for rank in found.ranks), found
+
+
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded])
 def test_tokens_of_one_rank_only(two: Ranks, wrap: Any) -> None:
     assert not proof(two, wrap, own_tokens_only).is_equal
@@ -197,3 +235,26 @@ def test_the_overlapped_one_refuses_two_backwards(two: Ranks, mistake: Mistake) 
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded])
 def test_no_sync_in_the_wrong_place(two: Ranks, wrap: Any) -> None:
     assert not proof(two, wrap, no_sync_around_the_last).is_equal
+
+
+def hybrid(model: Any) -> nn.Module:
+    axes = ("dp_replicate", "dp_shard")
+    return fully_sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=axes))
+
+
+def copies_never_meet() -> AbstractContextManager[None]:
+    """HSDP without its second message: ranks 0 and 2, 1 and 3 do not tell each other."""
+    right = dist.all_reduce
+
+    def deaf(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if dist.get_process_group_ranks(group) in ([0, 2], [1, 3]):
+            return None
+        return right(tensor, *args, group=group, **kwargs)
+
+    return replaced(dist, "all_reduce", deaf)
+
+
+def test_copies_that_never_meet(four: Ranks) -> None:
+    assert proof(four, hybrid).is_equal
+    found = proof(four, hybrid, copies_never_meet)
+    assert all(rank.gradients > 0.01 for rank in found.ranks), found

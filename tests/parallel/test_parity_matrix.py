@@ -20,6 +20,7 @@ from labsupport.config import ModelConfig, TrainConfig
 from labsupport.parallel.ddp import data_parallel
 from labsupport.parallel.fsdp import fully_sharded
 from labsupport.parallel.hand_ddp import BucketedDDP, OverlappedDDP, PerTensorDDP
+from labsupport.parallel.layout import Layout
 from labsupport.train.proof import RankProof, Wrap, compare
 from labsupport.train.proof_run import PROOF_CONFIG, PROOF_MODEL, build, proof_batches, train
 
@@ -53,7 +54,7 @@ def all_strategies(model: ModelConfig, config: TrainConfig) -> dict[str, RankPro
     for name, wrap in STRATEGIES.items():
         wrapped = wrap(build(model, config, seed=rank))
         run = train(wrapped, mine, config=config, group=dist.group.WORLD)
-        proofs[name] = compare(run, oracle, rank=rank, world_size=world_size)
+        proofs[name] = compare(run, oracle, layout=Layout.of_group(dist.group.WORLD))
     return proofs
 
 

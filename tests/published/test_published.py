@@ -50,3 +50,11 @@ def test_matmul_ceilings_lie_below_the_datasheet() -> None:
     assert {row.gpu for row in ceilings} == {"a100_sxm", "h100_sxm", "gh200", "b200"}
     for row in ceilings:
         assert 0.5 < row.best_measured_flops_per_s / row.datasheet_flops_per_s < 1
+
+
+def test_sixteen_times_the_gpus_saved_a_fifth_of_the_memory() -> None:
+    runs = [run for run in published.training_runs() if run.metric == "peak_memory"]
+    peaks = {run.num_gpus: run.value for run in runs}
+    assert peaks == {8: 82.4, 128: 67.0}
+    assert {run.unit for run in runs} == {"GiB"}
+    assert all(run.source and run.ref for run in published.training_runs())

@@ -1,4 +1,4 @@
-"""Accelerate's loop equals one process, started from a notebook's function and as a command."""
+"""Accelerate's loop equals one process, from a notebook's function and as a command; FSDP2 too."""
 
 from __future__ import annotations
 
@@ -13,14 +13,35 @@ import pytest
 
 from labsupport.jobs import JobError, JobTimeout
 from labsupport.jobs.accelerate import accelerate_launch, notebook_launch
-from labsupport.train.accelerate_loop import prove_accelerate
-from labsupport.train.proof import Proof
+from labsupport.train.accelerate_loop import fsdp2_plugin, make_accelerator, prove_accelerate
+from labsupport.train.optimizer import build_optimizer
+from labsupport.train.proof import Proof, RankProof
+from labsupport.train.proof_run import PROOF_CONFIG, PROOF_MODEL, build
 
 
 def test_from_a_notebook_it_equals_one_process() -> None:
     proof = Proof(tuple(notebook_launch(prove_accelerate, num_processes=2)))
     assert proof.is_equal, proof
     assert [(rank.rank, rank.world_size) for rank in proof.ranks] == [(0, 2), (1, 2)]
+
+
+def _prove_fsdp2() -> tuple[RankProof, int, int]:
+    """The proof, then bytes of all parameters, and of those that this process holds after it."""
+    proof = prove_accelerate(plugin=fsdp2_plugin)
+    accelerator = make_accelerator(PROOF_CONFIG, plugin=fsdp2_plugin)
+    model = build(PROOF_MODEL, PROOF_CONFIG, seed=0)
+    whole = sum(param.nbytes for param in model.parameters())
+    model, _ = accelerator.prepare(model, build_optimizer(model, PROOF_CONFIG))
+    return proof, whole, sum(param.to_local().nbytes for param in model.parameters())
+
+
+def test_with_the_fsdp2_plugin_the_same_loop_shards_and_equals_one_process() -> None:
+    found = notebook_launch(_prove_fsdp2, num_processes=2)
+    proof = Proof(tuple(one for one, _, _ in found))
+    assert proof.is_equal, proof
+    for one, whole, here in found:
+        assert 0.9 < one.exchanges < 1.1  # gradients travel once a step, not once a micro batch
+        assert here == whole / 2
 
 
 def test_as_a_command_it_equals_one_process() -> None:

@@ -27,6 +27,7 @@ from labsupport.results import RunManifest
 from labsupport.train.__main__ import main
 from labsupport.train.loop import StepRecord, TrainingDivergedError, train
 from labsupport.train.optimizer import build_optimizer
+from labsupport.train.prepare import prepare
 from labsupport.train.report import step_line, step_row
 from labsupport.train.request import read_request
 from labsupport.train.speed import Speed, speed_of
@@ -128,6 +129,13 @@ def test_fsdp_in_one_process_gives_the_same_losses(
         assert main(line) == 0
         curves.append([row["loss"] for row in objects(capsys.readouterr().out)[:3]])
     assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+def test_shards_are_drawn_where_they_lie(here: Path) -> None:
+    """Under fsdp no rank ever holds the whole model; ddp, and weights from a folder, need it."""
+    fsdp = ["--data-parallel-sharding", "fsdp"]
+    starts = [prepare(read_request([*SMALL, *flags], world_size=2)) for flags in (fsdp, [])]
+    assert [next(start.model.parameters()).is_meta for start in starts] == [True, False]
 
 
 def test_a_run_that_diverges_stops_and_says_why(

@@ -67,9 +67,11 @@ REFUSED = [
     ("--mixed-precision int4", "--mixed-precision: invalid choice: 'int4'"),
     ("--optimizer lion", "--optimizer: invalid choice: 'lion'"),
     ("--activation-checkpointing some", "--activation-checkpointing='some' is unknown"),
-    ("--data-parallel-sharding zero1", "--data-parallel-sharding='zero1' is not built yet"),
-    ("--data-parallel-sharding hsdp", "--data-parallel-sharding='hsdp' is not built yet"),
-    ("--tensor-parallel-size 2", "--tensor-parallel-size=2 is not built yet"),
+    ("--data-parallel-sharding zero3", "--data-parallel-sharding: invalid choice: 'zero3'"),
+    ("--data-parallel-replicate-size 2", "=2 must divide --data-parallel-size=1, for example 1"),
+    ("--tensor-parallel-size 2", "world_size=1 must be a multiple of 2"),
+    ("--sequence-parallel", "--tensor-parallel-size=1; use --tensor-parallel-size=2, or leave it"),
+    ("--pipeline-parallel-size 2", "--pipeline-parallel-size=2 is not built yet"),
     ("--pipeline-parallel-size 0", "--pipeline-parallel-size=0 must be at least 1"),
     ("--data {tmp}/missing.txt", "cannot be read (No such file or directory)"),
     ("--data {empty}", "holds 0 characters"),
@@ -81,6 +83,41 @@ REFUSED = [
     ("--export-hf runs", "for example 'runs/hf'"),
     ("--no-such-option", "unrecognized arguments: --no-such-option"),
 ]
+ON_RANKS = [  # ranks, line, message
+    (4, "--data-parallel-replicate-size 2", "--data-parallel-replicate-size=2 is for hsdp only"),
+    (
+        4,
+        "--data-parallel-sharding hsdp --data-parallel-replicate-size 3",
+        "--data-parallel-replicate-size=3 must divide --data-parallel-size=4, for example 2",
+    ),
+    (
+        3,
+        "--tensor-parallel-size 3",
+        "--tensor-parallel-size=3 must divide num_heads=4, and num_kv_heads=2 or be a multiple of "
+        "it, for example 2",
+    ),
+    (8, "--tensor-parallel-size 8", "--tensor-parallel-size=8 must divide num_heads=4, for exam"),
+    (6, "--tensor-parallel-size 4", "world_size=6 must be a multiple of 4"),
+    (3, "--context-parallel-size 3", "--seq-len=128 must be a multiple of 6 (2 chunks × 3 "),
+    (
+        2,
+        "--tensor-parallel-size 2 --sequence-parallel --seq-len 33",
+        "--seq-len=33 must be a multiple of 2 (2 tensor-parallel ranks split the sequence), for "
+        "example 32",
+    ),
+    (
+        2,
+        "--tensor-parallel-size 2 --data-parallel-sharding zero2",
+        "--data-parallel-sharding='zero2' cuts whole weights into rows, and "
+        "--tensor-parallel-size=2 leaves a rank parts of weights; use 'fsdp' or 'hsdp'",
+    ),
+    (
+        2,
+        "--tensor-parallel-size 2 --mixed-precision fp8-emulated",
+        "--mixed-precision='fp8-emulated' scales whole matrices, and --tensor-parallel-size=2",
+    ),
+    (4, "--batch-size 3 --global-batch-size 16 --tensor-parallel-size 2", " × 2 data-parallel"),
+]
 NEEDS_TORCH = [
     ("--mixed-precision fp8 --device cpu", "needs a GPU of compute capability 8.9"),
     ("--device cuda", "needs a GPU a rank"),
@@ -89,6 +126,34 @@ NEEDS_TORCH = [
     ("--data {short} --seq-len 2000", "a shorter --seq-len or a longer text works"),
     ("--checkpoint-dir /proc/nowhere/here", "cannot be written"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "num_nodes", "strategy"),
+    [
+        ("", 4, 1, "ddp × 4"),
+        ("--data-parallel-sharding zero2", 4, 1, "zero2 × 4"),
+        ("--data-parallel-sharding hsdp", 8, 1, "hsdp 2×4"),
+        ("--data-parallel-sharding hsdp", 12, 3, "hsdp 3×4"),  # a copy on each node
+        ("--data-parallel-sharding hsdp", 3, 1, "hsdp 1×3"),
+        ("--data-parallel-sharding hsdp --data-parallel-replicate-size 4", 8, 1, "hsdp 4×2"),
+        ("--data-parallel-sharding hsdp --tensor-parallel-size 2", 8, 1, "hsdp 2×2 · tp 2 · cp 1"),
+        ("--tensor-parallel-size 2 --sequence-parallel", 4, 1, "ddp × 2 · tp 2 + sp · cp 1"),
+        ("--tensor-parallel-size 4", 4, 1, "ddp × 1 · tp 4 · cp 1"),  # 2 key-value heads
+        ("--context-parallel-size 2 --tensor-parallel-size 2", 4, 1, "ddp × 1 · tp 2 · cp 2"),
+    ],
+)
+def test_strategies(line: str, ranks: int, num_nodes: int, strategy: str) -> None:
+    request = read_request(line.split(), world_size=ranks, num_nodes=num_nodes)
+    assert request.strategy == strategy
+    assert request.parallel.world_size == ranks
+
+
+@pytest.mark.parametrize(("ranks", "line", "message"), ON_RANKS)
+def test_what_does_not_fit_the_ranks_is_refused(ranks: int, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        read_request(line.split(), world_size=ranks)
+    assert message in str(caught.value)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labsupport.checkpoint import load_final
+from labsupport.checkpoint import load_final, load_hf
 from labsupport.jobs import JobError, torchrun
 from labsupport.results import RunManifest
 from labsupport.train.__main__ import main
@@ -65,6 +65,47 @@ def test_ddp_in_fp32_gives_the_curve_and_the_weights_of_one_process(
         weight.sub(theirs.model_state[name]).abs().max() < 1e-5
         for name, weight in ours.model_state.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "strategy"),
+    [
+        (2, "--data-parallel-sharding zero2 --gradient-accumulation-steps 4", "zero2 × 2"),
+        (2, "--context-parallel-size 2 --activation-checkpointing", "ddp × 1 · tp 1 · cp 2"),
+        (
+            4,
+            "--data-parallel-sharding hsdp --tensor-parallel-size 2 --sequence-parallel "
+            "--activation-checkpointing selective",
+            "hsdp 2×1 · tp 2 + sp · cp 1",
+        ),
+    ],
+)
+def test_every_axis_gives_one_process_s_curve_and_exports_its_weights(
+    ranks: int, options: str, strategy: str, folder: Path, tmp_path: Path
+) -> None:
+    """From weights of an export, to an export again."""
+    start, sgd = folder / "start", "--optimizer sgd --learning-rate 0.1 --warmup-steps 0"
+    line = f"--seq-len 32 --steps 3 --device cpu --seed 5 {sgd}"
+    one_process(folder / "first", f"{STEPS} --batch-size 16 --export-hf {start}")
+    oracle = one_process(
+        folder / "second",
+        f"--model {start} {line} --batch-size 16 --export-hf {folder / 'end'}",
+    )
+    dp = {2: 1 if "context" in options else 2, 4: 2}[ranks]
+    size = 16 // dp // (4 if "accumulation" in options else 1)
+    arguments = f"--model {start} {line} {options} --batch-size {size} --json"
+    files = f"--run-dir {tmp_path / 'run'} --export-hf {tmp_path / 'end'}"
+    job = torchrun(
+        "labsupport.train", *f"{arguments} {files}".split(), nproc_per_node=ranks, threads=1,
+        deadline_s=120,
+    )  # fmt: skip
+    assert job.metrics.column("loss") == pytest.approx(oracle, abs=1e-5)
+    assert job.metrics.column("tokens") == [16 * 32] * 3
+    manifest = RunManifest.read(tmp_path / "run/manifest.json")
+    assert (manifest.strategy, manifest.world_size) == (strategy, ranks)
+    ours, theirs = load_hf(tmp_path / "end").state_dict, load_hf(folder / "end").state_dict
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
 
 
 def test_a_refusal_under_torchrun_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
