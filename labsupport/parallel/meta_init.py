@@ -66,10 +66,12 @@ def local_piece(whole: Tensor, sharded: Tensor) -> Tensor:
     """What this rank holds of `whole` if it is cut as `sharded` is; a view."""
     if not isinstance(sharded, DTensor):
         return whole
-    mesh = sharded.device_mesh
+    # Not get_local_rank(): it asks the process group, and torch's caches may hand out a mesh equal
+    # to this one whose groups are gone.
+    mesh, here = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+    assert here is not None, "this rank is not in the mesh"
     for axis, dim in _cuts(sharded.placements):
-        size, index = mesh.size(axis), mesh.get_local_rank(axis)
-        pieces = whole.chunk(size, dim)
+        index, pieces = here[axis], whole.chunk(mesh.size(axis), dim)
         # Fewer rows than ranks: the last ranks hold none.
         whole = pieces[index] if index < len(pieces) else whole.narrow(dim, 0, 0)
     return whole

@@ -37,7 +37,7 @@ right_exchange, right_gather = Zero1.exchange, Zero1.gather
 def prove_each(mistakes: Sequence[Mistake], stages: Sequence[str], model: ModelConfig) -> Found:
     """On a rank: the proofs with each mistake in the code, against one run of the oracle."""
     layout = Layout.of_group(dist.group.WORLD)
-    case: dict[str, Any] = {"model": model, "config": PROOF_CONFIG, "steps": 3}
+    case: dict[str, Any] = {"model": model, "config": PROOF_CONFIG, "steps": 2}
     oracle, found = train_alone(dp_size=layout.dp_size, **case), {}
     for mistake, stage in product(mistakes, stages):
         with mistake():
