@@ -301,6 +301,7 @@ FIGURES: dict[str, Callable[[], LabFigure]] = {
     "weights_over_step": lambda: plots.weights_over_step(
         {"freed": _made_up_step(), "kept": _made_up_step()}
     ),
+    "split_matrix": plots.split_matrix,
     "split_matrices": plots.split_matrices,
     "split_matrices_4": lambda: plots.split_matrices(world_size=4),
     "split_heads": lambda: plots.split_heads(num_heads=4, num_kv_heads=2, world_size=4),
@@ -309,6 +310,15 @@ FIGURES: dict[str, Callable[[], LabFigure]] = {
     "causal_shares": plots.causal_shares,
     "tensor_parallel_link": lambda: tensor_parallel_link().figure,
     "step_bars": lambda: plots.step_bars({"alone": (0.03, 0.0), "2 ranks": (0.015, 0.16)}),
+    "step_bars_of_two_models": lambda: plots.step_bars(
+        {
+            "narrow, alone": (0.12, 0.0),
+            "narrow, 2 ranks": (0.06, 0.16),
+            "wide, alone": (0.31, 0.0),
+            "wide, 2 ranks": (0.155, 0.1),
+        }
+    ),
+    "causal_shares_2": lambda: plots.causal_shares(world_size=2),
     "number_formats": plots.number_formats,
     "number_line": plots.number_line,
     "number_line_8_bits": lambda: plots.number_line(name="fp8 e4m3", value=500.0),

@@ -9,7 +9,9 @@ Formulas are tried on numbers that the notebook does not show; what talks to ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,8 +44,10 @@ def largest_model(answer: Any) -> Verdict:
             hints = {
                 device_bytes * num_ranks / 16: "that divides all 16 bytes; this stage does not",
                 device_bytes / 16: "that divides nothing: all ranks hold everything only in ddp",
+                device_bytes / each / 1e9: "that is in billions; give the number itself",
             }
-            verdict = _call(answer, (stage, num_ranks, device_bytes), device_bytes / each, hints)
+            arguments, expected = (stage, num_ranks, device_bytes), device_bytes / each
+            verdict = _call(answer, arguments, expected, partial(_one, expected, hints))
             if not verdict.is_right:
                 return verdict
     return right("5, 8.9, 14.5 and 40 billion on 8 × 80 GB, with nothing left for activations.")
@@ -51,10 +55,6 @@ def largest_model(answer: Any) -> Verdict:
 
 def not_divided(answer: Any) -> Verdict:
     """`(states, rest)` in GiB from two published peaks: peak(n) = states / n + rest."""
-    if is_blank(answer):
-        return blank()
-    if not isinstance(answer, list | tuple) or len(answer) != 2:
-        return not_yet("two numbers are wanted, in parentheses: (states, rest)")
     (few, first), (many, second) = PEAKS_GIB.items()
     states = (first - second) / (1 / few - 1 / many)
     rest = first - states / few
@@ -62,13 +62,12 @@ def not_divided(answer: Any) -> Verdict:
         (first - second) * few: "states / 128 is small, but not nothing: subtract it as well",
         first - second: "that is the difference of the peaks: how much of the states is it?",
         rest: "that is the rest, and it comes second",
+        16 * 8.03e9 / 2**30: "that is what 16 bytes a parameter give; here, ask the two peaks",
     }
-    verdict = number(answer[0], states, hints=hints)
+    other = {second: "states / 128 is small, but not nothing: subtract it as well"}
+    verdict = _two({"states": (states, hints), "rest": (rest, other)}, answer)
     if not verdict.is_right:
-        return not_yet(f"states: {verdict.hint}") if verdict.hint else verdict
-    verdict = number(answer[1], rest)
-    if not verdict.is_right:
-        return not_yet(f"rest: {verdict.hint}") if verdict.hint else verdict
+        return verdict
     return right("16 bytes a parameter are 120 GiB; the other 66 GiB no number of ranks divides.")
 
 
@@ -88,20 +87,27 @@ def units(answer: Any, ranks: Ranks) -> Verdict:
 
 def hsdp_bytes(answer: Any) -> Verdict:
     """`hsdp(num_params, num_ranks, num_replicas)`: bytes held, and sent between the groups."""
-    cases = []
     for num_params, num_ranks, replicas in ((4_800, 8, 2), (4_800, 16, 4), (9_600, 8, 1)):
         shapes = [ParameterShape(name="", shape=(num_params, 1))]
         plan = shard(shapes, stage="hsdp", world_size=num_ranks, replicate_size=replicas)
-        held = plan.held[0].parameters_bytes
+        held = 4.0 * plan.held[0].parameters_bytes
         across = sum(one.link_bytes for one in plan.exchanges if one.collective == "all_reduce")
-        cases.append(((num_params, num_ranks, replicas), (4 * held, across)))
-    return function(
-        answer,
-        cases,
-        hint="How many ranks divide one copy? And what is left of a gradient after the "
-        "reduce-scatter inside the group, when it goes into the all-reduce of 2(r − 1)/r?",
-        why="Only 1/(ranks of a group) of the gradients ever leaves the group.",
-    )
+        of_held = {
+            16 * num_params / num_ranks: "each group holds a copy: how many ranks divide it?",
+            16 * num_params / replicas: "the ranks of a group divide a copy, not the groups",
+            across: "that is what a rank sends, and it comes second",
+        }
+        of_sent = {
+            across * num_ranks / replicas: "the reduce-scatter inside the group came first: what "
+            "is left of the gradient for a rank to send?",
+            across / 2: "an all-reduce is a reduce-scatter and an all-gather: it sends twice that",
+            held / 4: "of an all-reduce over r ranks, a ring sends 2(r − 1)/r",
+        }
+        judge = partial(_two, {"held": (held, of_held), "sent": (across, of_sent)})
+        verdict = _call(answer, (num_params, num_ranks, replicas), [held, across], judge)
+        if not verdict.is_right:
+            return verdict
+    return right("Only 1/(ranks of a group) of the gradients ever leaves the group.")
 
 
 def offload(answer: Any) -> Verdict:
@@ -117,17 +123,37 @@ def offload(answer: Any) -> Verdict:
             tokens / 3: "three copies of 4 bytes: to the device twice, the gradient back once",
             tokens * 2 / 3: "three copies of 4 bytes: to the device twice, the gradient back once",
             tokens * 3: "forward and backward together are 6 FLOPs a parameter and token, not 2",
+            tokens / 4: "a number takes 4 bytes",
+            1 / tokens: "that is upside down: the faster the device, the more tokens it needs",
         }
-        verdict = _call(answer, (num_ranks, link, flops), tokens, hints)
+        judge = partial(_one, tokens, hints)
+        verdict = _call(answer, (num_ranks, link, flops), tokens, judge)
         if not verdict.is_right:
             return verdict
     return right("Whatever the model's size: more tokens a rank, or more ranks, hide the copies.")
 
 
+def _one(expected: float, hints: Mapping[float, str], result: Any) -> Verdict:
+    return number(result, expected, hints=hints)
+
+
+def _two(expected: Mapping[str, tuple[float, Mapping[float, str]]], result: Any) -> Verdict:
+    """Two named numbers, each with its hints: the first that is wrong is named."""
+    if is_blank(result):
+        return blank()
+    if not isinstance(result, list | tuple) or len(result) != len(expected):
+        return not_yet(f"two numbers are wanted, in this order: ({', '.join(expected)})")
+    for (name, (value, hints)), given in zip(expected.items(), result, strict=True):
+        verdict = number(given, value, hints=hints)
+        if not verdict.is_right:
+            return not_yet(f"{name}: {verdict.hint}")
+    return right()
+
+
 def _call(
-    answer: Any, arguments: tuple[Any, ...], expected: float, hints: dict[float, str]
+    answer: Any, arguments: tuple[Any, ...], expected: Any, judge: Callable[[Any], Verdict]
 ) -> Verdict:
-    """One call, its result compared with `number` for the hint of a known mistake."""
+    """One call; if its result is not the expected one, `judge` says which mistake it is."""
     verdict = function(answer, [(arguments, expected)])
     if verdict.status != "not yet" or not callable(answer):
         return verdict
@@ -135,9 +161,8 @@ def _call(
         result = answer(*arguments)
     except Exception:
         return verdict  # it says what was raised
-    hint = number(result, expected, hints=hints).hint
     shown = ", ".join(f"{a:g}" if isinstance(a, float) else repr(a) for a in arguments)
-    return not_yet(f"with {shown}: {hint}")
+    return not_yet(f"with {shown}: {judge(result).hint}")
 
 
 def _sharded_by(blocks_per_unit: int) -> Callable[[Any], str | None]:
@@ -145,22 +170,31 @@ def _sharded_by(blocks_per_unit: int) -> Callable[[Any], str | None]:
 
     def check(answer: Any) -> str | None:
         model = Llama(UNITS_MODEL).to(_device())
-        answer(model, blocks_per_unit)
+        try:
+            answer(model, blocks_per_unit)
+        except (TypeError, ValueError) as error:
+            if isinstance(model, FSDPModule):
+                return "a block of a sharded model cannot be sharded any more: the root comes last"
+            if "containers" in str(error):
+                return "a slice of a ModuleList is a ModuleList: make it a list first"
+            raise
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             return "blank"
         whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
         if whole:
-            return f"{whole[0]} and {len(whole) - 1} more are not sharded: who shards the root?"
+            return f"nobody shards {', '.join(whole)}: who shards the root?"
         ids = torch.zeros((1, 8), dtype=torch.int64, device=_device())
         with count_collective_bytes() as counted:
             model(ids).square().mean().backward()
         units = -(-UNITS_MODEL.num_layers // blocks_per_unit)
         sums = len(counted.sizes_bytes.get("reduce_scatter", []))
-        if sums == units + 1:
-            return None
         if sums == 1:
             return "everything is one unit: shard the groups of blocks first, the root last"
-        return f"{sums - 1} units and the root; {units} are asked for"
+        if sums != units + 1:
+            return f"{sums - 1} units and the root; {units} are asked for"
+        unit_of = [id(block._get_fsdp_state()) for block in model.model.layers]
+        changes = sum(one != two for one, two in pairwise(unit_of))
+        return None if changes == units - 1 else "the blocks of a unit are not neighbours"
 
     return check
 

@@ -31,7 +31,7 @@ from labsupport.ranks import Ranks
 from labsupport.train.proof import prove_equal
 
 DEADLINE_S = 20.0
-CLOSE = 1e-5
+CLOSE, SAME_FACTOR = 1e-5, 1e-3
 MOST_PARAMS = 5_000_000
 VOCABULARY = 51
 SIZES, TOKENS, FLOPS_PER_S, LEAST = (2, 4, 8, 16), 4096, 400e12, 0.5
@@ -42,18 +42,19 @@ def place_f_and_g(answer: Any, ranks: Ranks) -> Verdict:
     results = try_on_ranks(_layer_errors, answer, ranks, deadline_s=DEADLINE_S)
     if isinstance(results, Verdict):
         return results
+    n = len(results)
     for rank, (forward, factor, backward) in enumerate(results):
         if forward is None:
             return blank("The function returns nothing yet.")
+        if abs(forward - (n - 1)) < SAME_FACTOR:
+            return not_yet(f"the result is {n} times too large: what was a sum is added up again")
         if forward > CLOSE:
             return not_yet(
                 f"on rank {rank} the result is not silu(x·a)·b of the whole matrices: each rank "
-                "has a part of a sum, and somebody has to add the parts up"
+                "has a part of a sum, and somebody has to add the parts up, in the forward pass"
             )
-        if backward > CLOSE and abs(factor - len(results)) < CLOSE:
-            return not_yet(
-                f"the result is right, but the gradient of x is {len(results)} times too large"
-            )
+        if backward > CLOSE and abs(factor - n) < SAME_FACTOR:
+            return not_yet(f"the result is right, but the gradient of x is {n} times too large")
         if backward > CLOSE:
             return not_yet(
                 f"the result is right, but on rank {rank} the gradient of x is the part that came "
@@ -80,7 +81,7 @@ def three_ranks(answer: Any) -> Verdict:
     if not proof.is_equal:
         return not_yet(f"it can be split, but is not equal to one process:\n{proof}")
     return right(
-        "Proved on three ranks. Heads and widths have to divide; a power of two need not be."
+        "Proved on three ranks. Heads and widths have to be divisible; by what number is all one."
     )
 
 
@@ -99,8 +100,8 @@ def uneven_vocabulary(answer: Any, ranks: Ranks) -> Verdict:
             )
         if forward > CLOSE:
             return not_yet(
-                f"on rank {rank} the vectors are not the table's rows: what does a rank give for a "
-                "token that it does not know? It must add nothing"
+                f"on rank {rank} the vectors are not the table's rows. Its row 0 is entry `first`. "
+                "And what does it give for a token that it does not know? It must add nothing"
             )
         if backward > CLOSE:
             return not_yet(f"right vectors, but on rank {rank} the rows' gradient is wrong")

@@ -23,7 +23,8 @@
 | | memory_against_time |
 | when do the buckets leave? | bucket_size |
 | what did the tokens buy? | by_tokens |
-| who owns which part of a layer? | split_matrices, split_heads, sequence_parallel, causal_shares |
+| who owns which part of a layer? | split_matrix, split_matrices, split_heads, sequence_parallel |
+| … and of a causal attention? | causal_shares |
 | does tensor parallelism pay on this link? | tensor_parallel_link, step_bars |
 | which numbers does a type have? | number_formats, number_line, running_sums |
 | what does a narrow type do in training? | scaler_trace, bytes_by_type, sum_errors, rates_by_type |
@@ -74,6 +75,7 @@ from labsupport.plots.tensor_parallel import (
     sequence_parallel,
     split_heads,
     split_matrices,
+    split_matrix,
 )
 from labsupport.plots.tensor_parallel_time import step_bars, tensor_parallel_link
 from labsupport.plots.tokens import by_tokens
@@ -122,6 +124,7 @@ __all__ = [
     "sharding_stages",
     "split_heads",
     "split_matrices",
+    "split_matrix",
     "step_bars",
     "step_traces",
     "sum_errors",

@@ -1,6 +1,7 @@
 """Who owns which part of a layer: matrices in columns and rows, heads, tokens. A colour a rank.
 
-split_matrices(world_size=2)                  # one matrix, two owners; and the other way round
+split_matrix(world_size=2)                    # one matrix, two owners: by columns, by rows
+split_matrices(world_size=2)                  # two of them: columns then rows, and the reverse
 split_heads(num_heads=4, num_kv_heads=2, world_size=4)
 sequence_parallel(world_size=2)               # what every rank holds between the layers
 causal_shares(world_size=4)                   # of a long sequence: in order, and zig-zag
@@ -22,6 +23,32 @@ TALL, WIDE, NARROW = 2.4, 4.0, 1.6
 """Sides of the rectangles: tokens, the feed-forward network's width, hidden."""
 BEHIND = 0.25
 """How far the part of a sum of the next rank looks out behind."""
+
+
+@styled
+def split_matrix(*, world_size: int = 2) -> LabFigure:
+    """x · A on several ranks: A by columns gives some features, A by rows parts of all of them."""
+    check_ranks(world_size, at_least=1)
+    n = world_size
+    figure, panels = new_figure(
+        columns=2, height_in=1.8, alt=f"A matrix on {n} ranks, split by columns and by rows"
+    )
+    cuts: dict[str, list[Station]] = {
+        "By columns": [
+            ("x", NARROW, TALL, (1, 1), "on all ranks"),
+            ("A", WIDE, NARROW, (1, n), "columns"),
+            ("x·A", WIDE, TALL, (1, n), "some features each"),
+        ],
+        "By rows": [
+            ("x", NARROW, TALL, (1, n), "columns"),
+            ("A", WIDE, NARROW, (n, 1), "rows"),
+            ("parts", WIDE, TALL, (1, -n), "of a sum"),
+        ],
+    }
+    for axes, (title, chain) in zip(panels, cuts.items(), strict=True):
+        _chain(axes, chain, ("·", "="), width=13.5)
+        axes.set_title(title, fontsize=9.5)
+    return figure
 
 
 @styled

@@ -74,32 +74,39 @@ def tensor_parallel_link(
 
 
 @styled
-def step_bars(steps: Mapping[str, tuple[float, float]], *, title: str = "") -> LabFigure:
-    """A bar a case: seconds of computing, then of waiting; dashed where the first case ends.
+def step_bars(steps: Mapping[str, tuple[float, float]], *, title: str = "A step") -> LabFigure:
+    """A bar a case: seconds of computing, then of waiting.
 
+    Dashed from each case that waits for nobody, down to the next such: whoever ends beyond, loses.
     Raises ValueError for no case.
     """
     if not steps:
         raise ValueError("steps is empty; {'alone': (0.03, 0.0)} works")
     figure, axes = new_figure(
-        height_in=1.1 + 0.42 * len(steps), alt="Seconds of computing and waiting in a step"
+        height_in=1.5 + 0.42 * len(steps), alt="Seconds of computing and waiting in a step"
     )
-    for y, (computing, waiting) in enumerate(reversed(list(steps.values()))):
-        axes.barh([y], [computing], color=COMPUTING, alpha=0.75)
-        axes.barh([y], [waiting], left=[computing], color=WAITING, alpha=0.75)
+    rows = [(len(steps) - 1 - i, *case) for i, case in enumerate(steps.values())]
+    heights, computing, waiting = zip(*rows, strict=True)
+    kinds = {"label": "computing", "color": COMPUTING}, {"label": "the rest", "color": WAITING}
+    axes.barh(heights, computing, alpha=0.75, **kinds[0])
+    axes.barh(heights, waiting, left=computing, alpha=0.75, **kinds[1])
+    alone = [y for y, _, rest in rows if rest == 0]
+    for y, busy, rest in rows:
         axes.annotate(
-            time_label(computing + waiting),
-            xy=(computing + waiting, y),
+            time_label(busy + rest),
+            xy=(busy + rest, y),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},  # over the dashed line
         )
-    first = sum(next(iter(steps.values())))
-    axes.axvline(first, color=QUIET, linewidth=1.2, linestyle="--")
-    axes.set_yticks(range(len(steps)), list(steps)[::-1])
+        if rest == 0:
+            below = max((other for other in alone if other < y), default=-1)
+            axes.plot([busy] * 2, [y - 0.4, below + 0.55], color=QUIET, linewidth=1.2, ls="--")
+    axes.set_yticks(heights, list(steps))
     axes.set_xlim(0, 1.14 * max(map(sum, steps.values())))
     axes.xaxis.set_major_formatter(lambda tick, _: time_label(tick) if tick > 0 else "0")
     axes.grid(axis="y", visible=False)
-    axes.set_title(title or "A step: computing (green), waiting (orange)", fontsize=9.5)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    axes.set_title(title, fontsize=9.5)
     return figure

@@ -31,6 +31,7 @@ def test_largest_model() -> None:
     assert "this stage does not" in all_divided.hint
     assert "with 'ddp', 8, 8e+10" in all_divided.hint
     assert "only in ddp" in check.largest_model(lambda stage, n, size: size / 16).hint
+    assert "billions" in check.largest_model(lambda *case: good_most(*case) / 1e9).hint
     assert "KeyError" in check.largest_model(lambda stage, n, size: {}[stage]).hint
 
 
@@ -61,12 +62,32 @@ def one_each(model: Any, blocks_per_unit: int) -> None:
     fully_shard(model)
 
 
+def root_first(model: Any, blocks_per_unit: int) -> None:
+    fully_shard(model)
+    without_root(model, blocks_per_unit)
+
+
+def sliced(model: Any, blocks_per_unit: int) -> None:
+    fully_shard(model.model.layers[:blocks_per_unit])
+
+
+def every_other(model: Any, blocks_per_unit: int) -> None:
+    blocks = list(model.model.layers)
+    num_units = len(blocks) // blocks_per_unit
+    for first in range(num_units):
+        fully_shard(blocks[first::num_units])
+    fully_shard(model)
+
+
 def test_units(ranks: Ranks) -> None:
     assert check.units(..., ranks).status == "blank"
     assert check.units(lambda model, k: 1 + k, ranks).status == "blank"
     assert check.units(good_units, ranks).is_right
     assert "who shards the root" in check.units(without_root, ranks).hint
     assert "4 units and the root; 2 are asked" in check.units(one_each, ranks).hint
+    assert "the root comes last" in check.units(root_first, ranks).hint
+    assert "make it a list" in check.units(sliced, ranks).hint
+    assert "not neighbours" in check.units(every_other, ranks).hint
     only_root = check.units(lambda model, k: fully_shard(model) and None, ranks)
     assert "the root last" in only_root.hint
     assert "ZeroDivisionError" in check.units(lambda model, k: 1 / 0, ranks).hint
@@ -81,8 +102,13 @@ def good_hsdp(num_params: int, num_ranks: int, num_replicas: int) -> tuple[float
 def test_hsdp_bytes() -> None:
     assert check.hsdp_bytes(...).status == "blank"
     assert check.hsdp_bytes(good_hsdp).is_right
-    wrong = check.hsdp_bytes(lambda p, n, r: (16 * p / n, 4 * p))
-    assert "How many ranks divide one copy" in wrong.hint
+    assert "how many ranks" in check.hsdp_bytes(lambda p, n, r: (16 * p / n, 4 * p)).hint
+    swapped = check.hsdp_bytes(lambda p, n, r: good_hsdp(p, n, r)[::-1])
+    assert "it comes second" in swapped.hint
+    whole = check.hsdp_bytes(lambda p, n, r: (16 * p * r / n, 8 * (r - 1) / r * p))
+    assert "the reduce-scatter inside the group" in whole.hint
+    assert "two numbers" in check.hsdp_bytes(lambda p, n, r: 16 * p * r / n).hint
+    assert "ZeroDivisionError" in check.hsdp_bytes(lambda p, n, r: p / 0).hint
 
 
 def test_offload() -> None:
@@ -91,3 +117,4 @@ def test_offload() -> None:
     assert "has a shard only" in check.offload(lambda n, link, flops: 2 * flops / link).hint
     once = check.offload(lambda n, link, flops: 2 * flops / (3 * n * link))
     assert "three copies" in once.hint
+    assert "upside down" in check.offload(lambda n, link, flops: n * link / (2 * flops)).hint

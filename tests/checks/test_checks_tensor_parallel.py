@@ -37,6 +37,10 @@ def test_place_f_and_g(ranks: Ranks) -> None:
     assert "came back through its own columns" in without_f.hint
     twice = check.place_f_and_g(lambda x, a, b, f, g: g(F.silu(f(f(x)) @ a) @ b), ranks)
     assert "2 times too large" in twice.hint
+    behind = check.place_f_and_g(lambda x, a, b, f, g: g(f(F.silu(f(x) @ a) @ b)), ranks)
+    assert "2 times too large" in behind.hint
+    two_sums = check.place_f_and_g(lambda x, a, b, f, g: g(g(F.silu(f(x) @ a) @ b)), ranks)
+    assert "the result is 2 times too large" in two_sums.hint
     assert "TypeError" in check.place_f_and_g(lambda x: x, ranks).hint
 
 

@@ -104,7 +104,7 @@ class Piece:
         return self.buffer.untyped_storage().nbytes() < self._whole_bytes
 
     def may_have_changed(self) -> bool:
-        """Frozen rows stay, unless an operator in place, as `load_state_dict` is, has been there."""
+        """Frozen rows stay, unless an operator in place, as in `load_state_dict`, was there."""
         return self.shard.requires_grad or self.shard._version != self._gathered_version
 
     def rows_to_send(self) -> Tensor:
