@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from labsupport.checks import Verdict, blank, function, is_blank, not_yet, number, right
@@ -192,8 +192,8 @@ def _sharded_by(blocks_per_unit: int) -> Callable[[Any], str | None]:
             return "everything is one unit: shard the groups of blocks first, the root last"
         if sums != units + 1:
             return f"{sums - 1} units and the root; {units} are asked for"
-        unit_of = [id(block._get_fsdp_state()) for block in model.model.layers]
-        changes = sum(one != two for one, two in pairwise(unit_of))
+        unit_of = [fully_shard.state(block) for block in model.model.layers.children()]  # type: ignore[attr-defined]
+        changes = sum(one is not two for one, two in pairwise(unit_of))
         return None if changes == units - 1 else "the blocks of a unit are not neighbours"
 
     return check

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -64,7 +65,7 @@ class Layout:
                 f"use ParallelConfig.for_world_size({dist.get_world_size()}, …)"
             )
         sizes = tuple(parallel.mesh[name] for name in AXES)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        mesh = _mesh(device_type, sizes, dist.group.WORLD)
         replicate, shard, cp_rank, tp_rank = (mesh.get_local_rank(name) for name in AXES)
         return cls(
             mesh=mesh,
@@ -155,6 +156,15 @@ class Layout:
             with loss_parallel():  # torch leaves it switched on then: once more, to the end
                 pass
             raise
+
+
+@lru_cache(maxsize=32)
+def _mesh(device_type: str, sizes: tuple[int, ...], world: dist.ProcessGroup) -> DeviceMesh:
+    """One mesh a shape: every group of ranks costs each of them connections and two threads.
+
+    `world` says of which ranks: a group that was left and made anew is another one.
+    """
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def _flat(mesh: DeviceMesh, *axes: str) -> DeviceMesh:

@@ -116,9 +116,9 @@ def sharding_ladder(
         axes.axhline(limit_bytes / size, color=INK, linewidth=1.4, linestyle="--")
     axes.set_xticks(ticks, labels)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("ranks, and stage", labelpad=20)
+    axes.set_xlabel("ranks, and stage", labelpad=26)
     axes.set_ylim(0, max(max(tops), min(limit_bytes or 0, 1.5 * max(tops))) / size * 1.12)
-    axes.set_ylabel(unit)
+    axes.set_ylabel(f"{unit}, predicted")
     axes.set_title(title)
     axes.grid(axis="x", visible=False)
     extra = [Line2D([], [], color=INK, label="measured")] if measured else []
@@ -160,7 +160,7 @@ def exchanged_by_stage(
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, max(sent.values()) / unit_bytes * 1.12)
-    axes.set_xlabel(f"sent by a rank in a step, in gradients ({size_label(unit_bytes)})")
+    axes.set_xlabel(f"sent by a rank in a step, predicted, in gradients ({size_label(unit_bytes)})")
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_color(FAINT)
     used = {one.collective for all_ in exchanges.values() for one in all_}
@@ -205,7 +205,7 @@ def weights_over_step(timelines: Mapping[str, TimelineLike], *, step: int = 2) -
         axes.set_ylim(0, max(tops.values()) / size * 1.32)
         axes.set_xticks([])
         axes.set_ylabel(unit)
-        axes.set_title(f"{name}: {size_label(tops[name])} at most", fontsize=9.5)
+        axes.set_title(f"{name}: {size_label(tops[name])} at most (measured)", fontsize=9.5)
     labels = {"parameters": "own shards", "gathered": "gathered", "buffers": "arriving"}
     _legend(figure, {label: CATEGORY_COLOURS[kind] for kind, label in labels.items()}, [])
     return figure

@@ -104,7 +104,13 @@ class LibraryComparison:
         return f"{aligned_text(self.lines())}\n{self.caption}"
 
     def _repr_html_(self) -> str:
-        return f"{aligned_html(self.lines())}<p>{html.escape(self.caption)}</p>"
+        head, *rows = self.lines()
+        space, hyphen = "\N{NO-BREAK SPACE}", "\N{NON-BREAKING HYPHEN}"
+        cells = [
+            [name.replace("-", hyphen), *(number.replace(" ", space) for number in numbers)]
+            for name, *numbers in rows
+        ]
+        return f"{aligned_html([head, *cells])}<p>{html.escape(self.caption)}</p>"
 
     def _rows(self, name: str, recipe: str) -> Table:
         rows = self.table.where(name=name, recipe=recipe)
@@ -137,7 +143,8 @@ def compare_libraries(
     if unknown or not recipes:
         raise ValueError(f"recipes={unknown} are unknown; choose from {', '.join(RECIPES)}")
     if not deepspeed.is_installed():
-        return recorded_comparison()
+        table = recorded_comparison().table
+        return LibraryComparison(Table(tuple(r for r in table.rows if r["recipe"] in recipes)))
     case: dict[str, Any] = {
         "model": model,
         "config": config,

@@ -225,6 +225,7 @@ def test_where_it_is_not_installed_the_recorded_table_says_so(
     assert "make deepspeed" in repr(found)
     assert repr(found) == repr(recorded_comparison())
     assert found.recipes == tuple(RECIPES)
+    assert compare_libraries(None, recipes=("ZeRO-3",)).recipes == ("ZeRO-3",)  # type: ignore[arg-type]
     losses = [found.loss(recipe) for recipe in found.recipes]
     assert max(losses) - min(losses) < 1e-4
     monkeypatch.setenv("LABSUPPORT_RECORDED", str(tmp_path))
