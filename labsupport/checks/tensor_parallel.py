@@ -81,7 +81,7 @@ def three_ranks(answer: Any) -> Verdict:
     if not proof.is_equal:
         return not_yet(f"it can be split, but is not equal to one process:\n{proof}")
     return right(
-        "Proved on three ranks. Heads and widths have to be divisible; by what number is all one."
+        "Proved on three ranks. They must divide heads and widths, and need not be a power of two."
     )
 
 
