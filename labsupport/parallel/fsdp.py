@@ -31,8 +31,8 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
+from labsupport.parallel.agree import send_first_weights
 from labsupport.parallel.zero.prepare import places_of
 from labsupport.parallel.zero.stage3 import blocks_of
 
@@ -67,7 +67,8 @@ def fully_sharded(
         raise ValueError(f"{blocks_per_unit=} must be in 1…{len(blocks)} (blocks), for example 1")
     _check_shared(model, blocks)
     mesh = mesh or _all_ranks(model)
-    _send_weights(model, mesh)
+    for axis in range(mesh.ndim):  # the first rank of all is the source: all are cut from one model
+        send_first_weights(model, mesh.get_group(axis))
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": _precision(compute_dtype),
@@ -107,15 +108,6 @@ def _all_ranks(model: nn.Module) -> DeviceMesh:
     if device.type == "meta":  # not there yet: it will be where the ranks' messages are
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-
-
-def _send_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for axis in range(mesh.ndim):
-            if not here.is_meta:
-                # The first rank sends its weights, each tensor once: all are cut from one model.
-                dist.broadcast(here.detach(), group=mesh.get_group(axis), group_src=0)
 
 
 def _precision(compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

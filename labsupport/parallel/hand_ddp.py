@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from labsupport.parallel.agree import send_first_weights, used_on_any_rank
+
 BUCKET_BYTES = 25 * 2**20
 """As torch's DDP: long enough that the latency of a message does not matter."""
 
@@ -57,8 +59,7 @@ class HandWrittenDDP(nn.Module):
         self.sent_bytes = 0
         """Gradient bytes handed to those all-reduces (a ring sends 2(n-1)/n of them)."""
         self._syncs = True
-        for tensor in (*module.parameters(), *module.buffers()):
-            _broadcast(tensor, group)
+        send_first_weights(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -86,13 +87,9 @@ class HandWrittenDDP(nn.Module):
 
     def _is_used_anywhere(self) -> list[bool]:
         """For each trained parameter: did any rank compute a gradient?"""
-        if not self.trained:
-            return []
-        # One byte a parameter: 1 if I have one; the maximum is 1 if anyone has.
-        here = [int(p.grad is not None) for p in self.trained]
-        used = torch.tensor(here, dtype=torch.uint8, device=self.trained[0].device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in used.tolist()]
+        here = [param.grad is not None for param in self.trained]
+        device = self.trained[0].device if self.trained else torch.device("cpu")
+        return used_on_any_rank(here, self.group, device=device)
 
 
 class PerTensorDDP(HandWrittenDDP):
@@ -219,14 +216,6 @@ class _Notify:
         method = self._method()
         if method is not None:
             method(self._bucket_index, param)
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Rank 0 of the group sends `tensor` to all others, which write it over their own."""
-    if tensor.numel():
-        sent = tensor.detach().contiguous()
-        dist.broadcast(sent, group=group, group_src=0)
-        tensor.detach().copy_(sent)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -90,7 +90,7 @@ def no_all_gather_after_the_step() -> AbstractContextManager[Any]:
 
 
 def no_broadcast() -> AbstractContextManager[Any]:
-    return patch.object(moments, "start_alike", lambda model, group: None)
+    return patch.object(moments, "send_first_weights", lambda model, group: None)
 
 
 def no_sync_forgotten() -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from labsupport.model import Block, Llama
+from labsupport.parallel.agree import send_first_weights
 from labsupport.parallel.tensor.functions import (
     copy_to_ranks,
     gather_sequence,
@@ -34,7 +35,7 @@ from labsupport.parallel.tensor.layers import (
     VocabLinear,
 )
 from labsupport.parallel.tensor.loss import split_token_loss
-from labsupport.parallel.tensor.start import check_whole, send_first_weights
+from labsupport.parallel.tensor.start import check_whole
 
 
 def tensor_parallel_by_hand(
@@ -46,7 +47,7 @@ def tensor_parallel_by_hand(
     by the number of ranks (`config.check_fits`), and for one that is wrapped or split already.
     """
     check_whole(model, mesh)
-    send_first_weights(model, mesh)
+    send_first_weights(model, mesh.get_group())
     group = mesh.get_group()
     enter = partial(gather_sequence if sequence_parallel else copy_to_ranks, group=group)
     leave = partial(scatter_sequence if sequence_parallel else reduce_from_ranks, group=group)

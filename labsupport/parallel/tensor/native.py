@@ -29,9 +29,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from labsupport.model import Llama
+from labsupport.parallel.agree import send_first_weights
 from labsupport.parallel.tensor.functions import check_sequence
 from labsupport.parallel.tensor.loss import split_token_loss
-from labsupport.parallel.tensor.start import check_whole, send_first_weights
+from labsupport.parallel.tensor.start import check_whole
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> Llama:
@@ -41,7 +42,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool =
     by the number of ranks (`config.check_fits`), and for one that is wrapped or split already.
     """
     check_whole(model, mesh)
-    send_first_weights(model, mesh)
+    send_first_weights(model, mesh.get_group())
     stream = Shard(1) if sequence_parallel else Replicate()  # of (batch, seq, hidden)
     norm = SequenceParallel(use_local_output=True) if sequence_parallel else _Replicated()
     into = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())

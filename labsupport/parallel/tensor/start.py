@@ -1,12 +1,10 @@
 """What has to hold before a model is split, and whose weights are split?
 
 check_whole(model, mesh)                # ValueError with the numbers, or with what comes first
-send_first_weights(model, mesh)         # all ranks now hold rank 0's
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,11 +31,3 @@ def check_whole(model: Llama, mesh: DeviceMesh) -> None:
             f"the model has {names}, with a scale for a whole matrix and its inputs, of which a "
             f"rank would see a part; use mixed_precision='bf16' under tensor parallelism"
         )
-
-
-def send_first_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Every rank of `mesh` gets the weights of its rank 0; nothing on the meta device."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            # Rank 0 sends each tensor once: the whole model, at the start only.
-            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)

@@ -24,13 +24,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labsupport.parallel.zero.prepare import cut_whole_weights, places_of, start_alike
+from labsupport.parallel.agree import send_first_weights, used_on_any_rank
+from labsupport.parallel.zero.prepare import cut_whole_weights, places_of
 from labsupport.parallel.zero.shards import Piece
 
 
@@ -70,7 +70,7 @@ class Sharding:
         self, model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None
     ) -> None:
         self.group, self.num_ranks = mesh.get_group(), mesh.size()
-        start_alike(model, self.group)
+        send_first_weights(model, self.group)
         kind: Any = {"compute_dtype": compute_dtype, "keeps_whole": self.keeps_whole}
         self.pieces = [Piece(p, at, mesh=mesh, **kind) for p, at in places_of(model).items()]
         self.units = self.cut_into_units(model)
@@ -202,21 +202,14 @@ class Sharding:
         while self.waiting:
             self.exchange(self.waiting.popleft())
         trained = [piece for piece in self._turns if piece.shard.requires_grad]
-        used = dict(zip(trained, self._are_used_anywhere(trained), strict=True))
+        arrived, device = [piece.has_arrived for piece in trained], self.pieces[0].own.device
+        # If no rank has a gradient it stays None, as in one process.
+        flags = used_on_any_rank(arrived, self.group, device=device)
+        used = dict(zip(trained, flags, strict=True))
         for piece, is_used in used.items():
             piece.hand_over(is_used=is_used)
         self._turns.sort(key=lambda piece: not used.get(piece, True))  # nobody waits for them again
         self._is_owed = False
-
-    def _are_used_anywhere(self, pieces: Sequence[Piece]) -> list[bool]:
-        """Did any rank compute a gradient? If none did, it stays None, as in one process."""
-        if not pieces:
-            return []
-        # One byte a parameter: 1 if I have one; the maximum is 1 if anyone has.
-        here = [int(piece.has_arrived) for piece in pieces]
-        used = torch.tensor(here, dtype=torch.uint8, device=pieces[0].own.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in used.tolist()]
 
     # ---- whole weights and shards take turns ---------------------------------------------------
 

@@ -1,7 +1,6 @@
 """What has to hold before a model is sharded, and how do whole weights come in afterwards?
 
 check(model, compute_dtype)                     # ValueError for a model that has no values, …
-start_alike(model, group)                       # rank 0's weights and buffers on every rank
 places_of(model)[param]                         # all modules and names that a parameter has
 model.load_state_dict(plain.state_dict())       # every rank takes its rows
 """
@@ -12,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,16 +44,6 @@ def places_of(model: nn.Module) -> Mapping[nn.Parameter, Sequence[Place]]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(param, []).append((module, name))
     return places
-
-
-def start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """All ranks begin with what rank 0 of the group has."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel():
-            sent = tensor.detach().contiguous()
-            # Rank 0 sends all bytes of the tensor to every other rank.
-            dist.broadcast(sent, group=group, group_src=0)
-            tensor.detach().copy_(sent)
 
 
 def cut_whole_weights(
